@@ -231,7 +231,7 @@ HELP = {
     "--labels": "number of labels of these runs; all: all training images (default: the only one; verify: the smallest)",
     "name": "the recipe file to write, such as cells.py (default: the name of the folder of images)",
     "--data": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
-    "--size": "side to which the images are resized, in pixels, such as 96 (default: small images keep theirs, others get 48)",
+    "--size": "side to which images are resized, in pixels, about (default: small ones keep theirs, others get about 48)",
     "--digits": "mirroring an image changes its label, as for digits and letters",
     "folder": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
     "--minutes": "the time for everything (default: 30)",

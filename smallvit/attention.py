@@ -230,6 +230,9 @@ def make_position(position: Callable | None, heads: int, head_dim: int) -> nn.Mo
         raise ValueError(f"{name} is added to the tokens, not used inside attention; expected ViT(position={name})")
     if any(parameters[shape].default is inspect.Parameter.empty for shape in ("grid", "prefix")):
         raise ValueError(f"{name} needs the grid; use it in a ViT, or partial({name}, grid=(rows, columns), prefix=number)")
+    grid = parameters["grid"].default
+    if not (isinstance(grid, tuple | list) and len(grid) == 2):
+        raise ValueError(f"grid of {name} is {grid!r}; expected a pair, (rows, columns)")
     return position(heads, head_dim)
 
 

@@ -44,6 +44,7 @@ class Numerics(NamedTuple):
 
 
 DEFAULT = Numerics()
+ABSENT = object()  # in place of the value of an attribute that an object does not have itself
 
 
 def check_numerics(numerics: Numerics, stack: int = 1):
@@ -125,22 +126,20 @@ class NumericsContext:
         """Context manager inside which the models use the chosen attention kernel and the compiled blocks. At the end, the
         models are as before.
         """
-        before = [module.fused for module in self.attention]
-        for module in self.attention:
-            module.fused = self.fused
-        for block, compiled in self.compiled:
-            block._compiled_call_impl = compiled
-        for module, name in self.shortcuts:
-            vars(module)[name] = True
+        changes = [(module, "fused", self.fused) for module in self.attention]
+        changes += [(block, "_compiled_call_impl", compiled) for block, compiled in self.compiled]
+        changes += [(module, name, True) for module, name in self.shortcuts]
+        before = [vars(module).get(name, ABSENT) for module, name, _ in changes]
+        for module, name, value in changes:
+            vars(module)[name] = value
         try:
             yield
         finally:
-            for module, fused in zip(self.attention, before):
-                module.fused = fused
-            for block, _ in self.compiled:
-                block._compiled_call_impl = None
-            for module, name in self.shortcuts:
-                vars(module)[name] = False
+            for (module, name, _), value in zip(changes, before):
+                if value is ABSENT:
+                    vars(module).pop(name, None)
+                else:
+                    vars(module)[name] = value
 
     def gradients_in_place(self, wanted: bool) -> AbstractContextManager:
         """Context manager for a forward pass. If `wanted`, and if the kernel is "native", the backward pass adds the gradients
@@ -154,30 +153,36 @@ class NumericsContext:
 
 
 @contextmanager
-def native_kernel(*models: "nn.Module") -> Iterator[None]:
+def native_kernel(*models: Any) -> Iterator[None]:
     """Context manager inside which the native kernel computes the transformer blocks of models on a CPU: in predictions, and in
-    a training loop of your own. At the end, the models are as before.
+    a training loop of your own. At the end, the models are as before. A model is a torch module with blocks of a smallvit
+    `ViT`, such as an objective, or what `load` and `load_all` return.
 
         with native_kernel(model):
             logits = model(images)
 
     The outputs differ from those of PyTorch by rounding only. With `torch.autocast("cpu", torch.bfloat16)` around it, they are
-    computed in bf16, on a processor that has it. What the kernel cannot compute is computed by PyTorch: all blocks without a
-    C++ compiler and on a GPU, some options of blocks, and calls with dropout or hooks. A note on the error stream says so.
+    computed in bf16, on a processor that has it. What the kernel cannot compute is computed by PyTorch. A note on the error
+    stream says so if there is no C++ compiler, and for options of blocks; it does not for single calls, such as those with
+    dropout or hooks, or on a GPU. The kernel has no second derivatives.
 
-    Raises ValueError for a model without blocks of a smallvit `ViT`, such as one of timm, which `from_timm` converts.
+    Raises ValueError without a model, and for a model without such blocks, such as one of timm, which `from_timm` converts.
     """
+    from torch import nn
+
     from smallvit.vit import Blocks
 
-    for model in models:
-        if not any(isinstance(module, Blocks) for module in model.modules()):
+    loaded = [part for model in models for part in getattr(model, "models", [model])]  # an ensemble has several
+    modules = [part if isinstance(part, nn.Module) else getattr(part, "model", part) for part in loaded]
+    for module in modules or [None]:
+        if not isinstance(module, nn.Module) or not any(isinstance(part, Blocks) for part in module.modules()):
             raise ValueError(
-                f"{type(model).__name__} has no blocks of a smallvit ViT; expected such a model, or one of timm that was "
-                "converted by from_timm"
+                f"native_kernel got {'no model' if module is None else type(module).__name__}, which has no blocks of a "
+                "smallvit ViT; expected such a model, what load() returns, or a model of timm that was converted by from_timm"
             )
     with ExitStack() as entered:
-        for model in models:
-            entered.enter_context(NumericsContext(model, Numerics(kernel="native")).active())
+        for module in modules:
+            entered.enter_context(NumericsContext(module, Numerics(kernel="native")).active())
         yield
 
 

@@ -100,9 +100,8 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
     Raises ValueError if there is no such recipe, for a number of labels that it does not have, if only some of its arms have
     been tuned, and if `data` is no loader.
     """
-    from smallvit.ablation import at_cell
     from smallvit.components import check
-    from smallvit.passes import seeds_of
+    from smallvit.passes import passes_of, seeds_of
     from smallvit.tuning import untuned_cells
 
     check(data, "data")
@@ -118,16 +117,20 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
             f"arm {arm!r} with labels={count} of the recipe {recipe} is not tuned, and other arms are; first run smallvit tune"
             f" {recipe}"
         )
-    carried = []
+    carried = {}
     for entry in runs:
         if entry.labels not in chosen or (entry.tuning is not None) != tuned:
             continue
-        run, before = entry.run.with_data(data), max(entry.run.folds, 1)
-        if entry.seed % before:  # the first fold stands for its pass
-            continue
-        seeds = seeds_of([entry.seed // before], run.folds)
-        carried += [replace(entry, run=at_cell(run, entry.labels, seed), tuning=None, tune=None) for seed in seeds]
-    return carried
+        run = entry.run.with_data(data)
+        same = run.folds == entry.run.folds
+        passes = [entry.seed] if same else passes_of([entry.seed], entry.run.folds)
+        for seed in passes if same else seeds_of(passes, run.folds):
+            at_seed = run if same else run.at_seed(seed)
+            carried.setdefault((entry.cell, seed), replace(entry, run=at_seed, tuning=None, tune=None))
+    conditions = list(dict.fromkeys(cell[1:] for cell, _ in carried))
+    if any(entry.run.folds for entry in carried.values()):  # as `ablate` orders them: the arms of a seed, then the next seed
+        carried = dict(sorted(carried.items(), key=lambda item: (conditions.index(item[0][0][1:]), item[0][1])))
+    return list(carried.values())
 
 
 def import_recipe(path: Path) -> Any:

@@ -637,7 +637,7 @@ def test_chosen_size_is_that_of_all_recipes_and_belongs_to_the_advice():
     run = load_recipe("trials.py").RUNS[0].run
     assert run.data().spec.size == (96, 96) and "patch = 16" in text
     made.write(Path("advice/plan.json"))
-    with pytest.raises(ValueError, match=r"advice with size \[96, 96\], and now it is \[16, 16\]"):
+    with pytest.raises(ValueError, match=r"advice with size \[96, 96, 16\], and now it is \[16, 16, 2\]"):
         opened_plan(Path("shapes"), inspect_images(Path("shapes")), Path("advice"), options())
 
 
@@ -648,7 +648,7 @@ def test_measuring_takes_fewer_steps_of_larger_images(size, steps):
 
 def test_too_little_time_is_named_with_the_time_that_is_needed():
     assert phases.too_little_time(200, 180, 0.1) == ""
-    assert "takes 110 ms here, so even a rough answer takes about 11 minutes; for a better one, give at least --minutes 22, or" in (
+    assert "takes 110 ms here, so 3 minutes are too few for a reliable answer; for a better one, give at least --minutes 22, or" in (
         phases.too_little_time(640, 180, 0.11)
     )
 

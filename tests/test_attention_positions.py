@@ -639,6 +639,22 @@ def test_positions_work_in_a_timm_model_of_one_size(make, position):
         theirs(x[:, :10])
 
 
+class Placed(Rotary):
+    """Positions that know their grid without an option."""
+
+    def __init__(self, heads, head_dim, grid=(2, 2), prefix=1):
+        super().__init__(heads, head_dim, grid, prefix)
+
+
+def test_grid_of_positions_may_be_a_default():
+    x = torch.randn(1, 5, 16)
+    for position in (Placed, partial(Placed, prefix=1)):
+        made = timm_attention(partial(Attention, position=position))(16, 2)
+        assert made(x).shape == x.shape
+    with pytest.raises(ValueError, match=r"grid of Rotary is 4; expected a pair, \(rows, columns\)"):
+        timm_attention(partial(Attention, position=partial(Rotary, grid=4, prefix=1)))(16, 2)
+
+
 # Bad input
 
 

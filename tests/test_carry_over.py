@@ -90,6 +90,17 @@ def test_seeds_become_passes_if_the_data_are_divided_into_folds(recipe, tmp_path
     )
     back = carry_over(str(recipe.with_name("second.py")), partial(pets, test=0.2))
     assert back == carry_over(str(recipe), partial(pets, test=0.2), labels=[20])
+    assert [one.seed for one in in_folds] == sorted(one.seed for one in in_folds)
+
+
+def test_earlier_runs_of_a_recipe_without_ablate_stay_as_they_are(recipe):
+    path = recipe.with_name("by_hand.py")
+    path.write_text(
+        RECIPE.partition("RUNS =")[0] + "from smallvit import ArmRun\nearlier = scratch.vary(seed=100)\n"
+        'RUNS = [ArmRun(run=scratch.vary(seed=s, labels=10, init=earlier), arm="scratch", role="baseline") for s in range(2)]\n'
+    )
+    carried = carry_over(str(path), shapes)
+    assert [(one.seed, one.labels, one.run.init.seed, one.run.init.labels) for one in carried] == [(0, 10, 100, None), (1, 10, 100, None)]
 
 
 def test_options_of_the_inner_loader_are_checked(recipe):

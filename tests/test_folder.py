@@ -204,19 +204,44 @@ def save_pages(file: Path, kinds: list[int]):
 @pytest.mark.parametrize("cache", ["memory", "disk"])
 def test_pages_of_tiff_files_that_are_left_out_are_named(cache, tmp_path):
     write_class_folders(tmp_path)
-    for name, kinds in (("stack.tif", [0, 2, 0]), ("preview.tif", [0, 1]), ("mask.tiff", [2, 4]), ("single.tif", [0])):
+    files = {"stack.tif": [0, 2, 0], "two.tif": [0, 1, 0], "preview.tif": [0, 1], "mask.tiff": [2, 4], "single.tif": [0]}
+    for name, kinds in files.items():
         save_pages(tmp_path / "cat" / name, kinds)
     for _ in range(2):  # the second time from the cache
         notes = load(tmp_path, size=8, channels=1, folds=2, cache=cache)[1]
         data.folder.cache_clear()
-        assert [note.partition(": ")[2] for note in notes] == ["TIFF files with several pages, of which only the first one is read: 1"]
+        assert [note.partition(": ")[2] for note in notes] == ["TIFF files with several pages, of which only the first one is read: 2"]
 
 
 def test_pages_of_tiff_files_that_pillow_cannot_read_are_counted(tmp_path):
     tifffile = pytest.importorskip("tifffile")
     tifffile.imwrite(tmp_path / "deep.tif", noise(2 * 8, 8).reshape(2, 8, 8, 3).astype(np.uint16) * 257, photometric="rgb")
     tifffile.imwrite(tmp_path / "double.tif", noise(8, 8).astype(np.float64) / 255, photometric="rgb")
-    assert [read_image(tmp_path / name, None, None, "float").pages for name in ("deep.tif", "double.tif")] == [2, 1]
+    names = {"deep.tif": True, "double.tif": False}
+    assert {name: read_image(tmp_path / name, None, None, "float").several_pages for name in names} == names
+
+
+@pytest.mark.parametrize("offset", [9, 2**31])
+def test_damaged_later_pages_of_tiff_files_do_not_matter(offset, tmp_path):
+    write_class_folders(tmp_path)
+    file = tmp_path / "cat" / "damaged.tif"
+    Image.fromarray(noise(8, 8)).save(file)
+    content = bytearray(file.read_bytes())
+    first = int.from_bytes(content[4:8], "little")
+    end = first + 2 + 12 * int.from_bytes(content[first : first + 2], "little")
+    content[end : end + 4] = offset.to_bytes(4, "little")  # of the next page
+    file.write_bytes(content)
+    with pytest.warns(UserWarning, match="only the first one is read: 1"):  # Pillow may warn, too
+        dataset = data.folder(str(tmp_path), size=8, folds=2)
+    assert "cat/damaged.tif" in dataset.train.files
+
+
+def test_later_page_of_an_unknown_kind_does_not_matter(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    with tifffile.TiffWriter(tmp_path / "x.tif") as file:
+        file.write(noise(8, 8)[..., 0], photometric="minisblack")
+        file.write(noise(8, 8).astype(np.float64), photometric="rgb")
+    assert read_image(tmp_path / "x.tif", None, None).several_pages
 
 
 def test_gif_gives_its_first_frame_and_cmyk_its_colors(tmp_path):

@@ -37,6 +37,8 @@ from smallvit import (
     augment,
     from_timm,
     linear_probe,
+    load,
+    load_all,
     native,
     native_kernel,
 )
@@ -94,10 +96,33 @@ def test_own_code_predicts_and_trains_with_the_kernel_and_models_are_as_before(m
     close(model(x), other(x))
 
 
+def test_kernel_in_own_code_can_be_nested_and_takes_what_load_returns(monkeypatch, tmp_path):
+    fit(RUN, tmp_path)
+    trained, images = load(tmp_path), torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
+    before = trained.predict_proba(images)
+    calls, usual = [], native.NativeBlocks.__call__
+    monkeypatch.setattr(native.NativeBlocks, "__call__", lambda self, *inputs: (calls.append(1), usual(self, *inputs))[1])
+    for loaded in (trained, load_all([tmp_path])):
+        with native_kernel(loaded):
+            with native_kernel(loaded):
+                loaded.predict_proba(images)
+            torch.testing.assert_close(loaded.predict_proba(images), before, rtol=0, atol=2e-6)
+    assert len(calls) == 4 and torch.equal(trained.predict_proba(images), before)
+
+
+def test_hook_of_the_tokenizer_is_called_with_the_kernel():
+    model, calls = VIT((8, 8), 1, 10), []
+    model.tokenizer.proj.register_forward_hook(lambda *_: calls.append(1))
+    with native_kernel(model):
+        model(torch.randn(2, 1, 8, 8))
+    assert calls == [1]
+
+
 def test_kernel_in_own_code_needs_blocks_of_a_vit():
     timm_model = timm.models.VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=1)
-    with pytest.raises(ValueError, match=r"has no blocks of a smallvit ViT.*from_timm"), native_kernel(timm_model):
-        pass
+    for models in ((), (timm_model,), ([timm_model],)):
+        with pytest.raises(ValueError, match=r"has no blocks of a smallvit ViT.*from_timm"), native_kernel(*models):
+            pass
     with native_kernel(from_timm(timm_model)):
         pass
 

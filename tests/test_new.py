@@ -205,7 +205,10 @@ def test_command_prints_what_it_found_and_never_overwrites(capsys, estimates):
 
 @pytest.mark.parametrize(
     ("shape", "side", "size", "patch"),
-    [((40, 30), 48, (40, 56), 8), ((30, 30), 96, (96, 96), 12), ((30, 30), 224, (224, 224), 28), ((64, 16), 64, (32, 128), 8)],
+    [
+        ((40, 30), 48, (42, 54), 6), ((30, 30), 96, (96, 96), 12), ((30, 30), 224, (224, 224), 28), ((64, 16), 64, (32, 128), 8),
+        ((28, 28), 28, (28, 28), 4), ((64, 64), 65, (64, 64), 8), ((30, 30), 16, (16, 16), 2), ((30, 30), 17, (16, 16), 2),
+    ],
 )
 def test_chosen_size_keeps_the_proportions_and_few_patches(shape, side, size, patch):
     for kind in ("circle", "square"):
@@ -213,6 +216,7 @@ def test_chosen_size_keeps_the_proportions_and_few_patches(shape, side, size, pa
             draw(kind, f"large/{kind}/{number}.png", shape)
     images = inspect_images(Path("large"), size=side)
     assert (images.size, images.patch) == (size, patch)
+    assert 16 <= size[0] * size[1] / patch**2 <= 81
     with pytest.raises(ValueError, match="--size is 8; expected the side of the images in pixels, 16 to 1,024"):
         inspect_images(Path("large"), size=8)
 
@@ -221,10 +225,18 @@ def test_size_of_the_command_is_that_of_the_recipe_and_of_the_smaller_one(capsys
     photos()
     assert main(["new", "--data", "photos", "--size", "96"]) == 0
     printed = capsys.readouterr().out
-    assert "resized to 84 x 108 (small details are lost; --size N keeps more)" in printed
+    assert "resized to 84 x 108 (small details are lost; a larger --size keeps more)" in printed
     assert "smallvit new photos_quick.py --data photos --size 96 --quick" in printed
     module = load_recipe("photos.py")
     assert data_options(module)["size"] == (84, 108) and baseline(module).data().spec.size == (84, 108)
+
+
+@pytest.mark.parametrize(("size", "lost"), [((150, 40), True), ((40, 150), True), ((24, 24), False)])
+def test_lost_details_are_named_if_one_side_becomes_smaller(size, lost):
+    for kind in ("circle", "square"):
+        for number in range(2):
+            draw(kind, f"sides/{kind}/{number}.png", size)
+    assert ("small details are lost" in " ".join(new.findings(inspect_images(Path("sides"), size=64)))) == lost
 
 
 def test_names_and_paths_of_the_recipe(monkeypatch):

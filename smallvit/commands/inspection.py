@@ -12,7 +12,7 @@ FEWEST = 5  # files that a message lists
 UNEQUAL = 1.5  # the largest class has so many times the images of the smallest one
 LARGE = 2_000  # images from which a fixed test part replaces folds
 LARGEST = 64  # pixels of a side that is kept
-MOST_PATCHES = 64  # of an image that keeps its size, or whose size is chosen by the user
+FEWEST_TOKENS, MOST_TOKENS = 16, 64  # of an image that keeps its size, or whose size is chosen by the user
 PATCH = 8  # pixels of a side of a patch, for images that are resized
 PATCHES = 36  # of such an image
 SMALLEST_SIZE, LARGEST_SIZE = 16, 1_024  # pixels of a side that --size allows
@@ -90,7 +90,7 @@ class Inspection:
 
 
 def inspect_images(
-    top: Path, digits: bool = False, group_by: str | None = None, size: int | None = None, patches: int = MOST_PATCHES
+    top: Path, digits: bool = False, group_by: str | None = None, size: int | None = None, patches: int = MOST_TOKENS
 ) -> Inspection:
     """Read all images in a folder and return what was found.
 
@@ -124,13 +124,13 @@ def inspect_images(
     gray, transparent, low, high = True, False, 0.0, 1.0
     for file in tqdm(found.files, "images", leave=False, disable=len(found.files) < LARGE):
         try:
-            pixels, mode, pages = read_image(top / file, None, "RGBA", "float", name=file)
+            pixels, mode, several = read_image(top / file, None, "RGBA", "float", name=file)
         except ValueError as error:
             broken[file] = str(error)
             continue
         sizes[pixels.shape[:2]] += 1
         modes[mode] += 1
-        stacks += pages > 1
+        stacks += several
         color = pixels[..., :3]
         gray = gray and bool((color == color[..., :1]).all())
         transparent = transparent or bool(pixels[..., 3].min() < 1)
@@ -151,8 +151,8 @@ def inspect_images(
         group_by, names = groups_of(readable)
     else:
         names = dict(zip(readable, groups_by_name([*readable], group_by))) if group_by else {}
-    of_class = groups_in_classes(readable, names) if names else {0: set()}
-    fewest, label = min((len(groups), label) for label, groups in of_class.items())
+    of_class = groups_in_classes(readable, names) if names else {}
+    fewest, label = min(((len(groups), label) for label, groups in of_class.items()), default=(0, 0))
     grouped = fewest >= 2
     if given and names and not grouped:
         raise ValueError(
@@ -212,20 +212,27 @@ def fitting_size(sizes: Counter) -> tuple[tuple[int, int], int]:
     if len(sizes) == 1:
         (size,) = sizes
         patch = fitting_patch(size)
-        tokens = size[0] * size[1] // patch**2
-        if max(size) <= LARGEST and patch > 1 and 16 <= tokens <= MOST_PATCHES and not (size[0] % patch or size[1] % patch):
+        fits = patch > 1 and FEWEST_TOKENS <= size[0] * size[1] // patch**2 <= MOST_TOKENS
+        if fits and max(size) <= LARGEST and not (size[0] % patch or size[1] % patch):
             return size, patch
     return in_patches(sizes, PATCHES**0.5, PATCH)
 
 
 def chosen_size(sizes: Counter, side: int, patches: int) -> tuple[tuple[int, int], int]:
     """Return the size (height, width) to which images are resized, and the side of the patches, in pixels, if the user has
-    chosen the `side` of the images. Both sides are multiples of the patch, so they are only about the chosen one.
+    chosen the `side` of the images. `sizes` counts the images of each size, of which the median proportions are kept.
 
-    The patches are the smallest of 8, 10, 12 and so on pixels that give at most `patches` patches. `sizes` counts the images of
-    each size, of which the median proportions are kept.
+    Squares that all have this side keep it if 16 to `patches` square patches fit. Otherwise both sides are multiples of the
+    patch, so they are only about the chosen one. The patches have 2, 4, 6 and so on pixels, and there are about 16 to `patches`
+    of them. Of these, those are taken of which a multiple is nearest to the side.
     """
-    patch = max(PATCH, 2 * math.ceil(side / patches**0.5 / 2))
+    if [*sizes] == [(side, side)]:
+        patch = fitting_patch((side, side), patches)
+        if patch > 1 and FEWEST_TOKENS <= (side // patch) ** 2 <= patches:
+            return (side, side), patch
+    most, least = math.isqrt(patches), math.isqrt(FEWEST_TOKENS)
+    possible = [patch for patch in range(2, side, 2) if least <= round(side / patch) <= most]
+    patch = min(possible, key=lambda patch: (abs(round(side / patch) * patch - side), patch))
     return in_patches(sizes, side / patch, patch)
 
 

@@ -108,7 +108,8 @@ def findings(images: Inspection, recipe: bool = True, arms: Sequence[str] | None
     sizes = f"{heights[0]} x {widths[0]}, all" if same else f"{min(heights)} x {min(widths)} to {max(heights)} x {max(widths)}"
     chosen = f"{images.size[0]} x {images.size[1]}"
     kept = same and images.size == (heights[0], widths[0])
-    lost = " (small details are lost; --size N keeps more)" * (images.size[0] < max(heights))
+    smaller = images.size[0] < max(heights) or images.size[1] < max(widths)
+    lost = " (small details are lost; a larger --size keeps more)" * smaller
     lines.append(f"size (height x width): {sizes}; " + ("kept" if kept else f"resized to {chosen}{lost}"))
     modes = ", ".join(f"{count:,} {mode}" for mode, count in images.modes.most_common())
     kind = {1: "gray", 3: "color", 4: "color with transparency"}[images.channels]

@@ -126,13 +126,13 @@ def _decode_all(
 
     def decode(index: int) -> tuple[Problem | None, list[str]]:
         try:
-            pixels, mode, pages = read_image(top / files[index], options.size, options.mode, options.pixels, files[index])
+            pixels, mode, several = read_image(top / files[index], options.size, options.mode, options.pixels, files[index])
         except ValueError as error:
             return Problem(index, str(error)), []
         if pixels.shape != shape:
             return Problem(index, "", pixels.shape), []
         out[index] = pixels.transpose(2, 0, 1)
-        return None, [CONVERTED] * (mode == "CMYK") + [SEVERAL_PAGES] * (pages > 1)
+        return None, [CONVERTED] * (mode == "CMYK") + [SEVERAL_PAGES] * several
 
     threads = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:

@@ -1,7 +1,8 @@
 """One image file -> an array of pixels: color modes, bits, transparency, orientation and resizing."""
 
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,13 @@ LUMA = np.array([299, 587, 114], np.float32) / 1000  # ITU-R 601, with which Pil
 
 
 class Decoded(NamedTuple):
-    """The pixels of an image file as an array (height, width, channels), the color mode of the file, such as "CMYK", and the
-    number of images in the file, its pages.
+    """The pixels of an image file as an array (height, width, channels), the color mode of the file, such as "CMYK", and
+    whether it is a TIFF file with several images, its pages.
     """
 
     pixels: np.ndarray
     mode: str
-    pages: int = 1
+    several_pages: bool = False
 
 
 def read_image(
@@ -35,7 +36,6 @@ def read_image(
     color `mode` ("L", "RGB" or "RGBA") and resized to `size`, if given.
 
     The image is first turned upright by its EXIF data. Of an animation or a file with several pages, the first image is read.
-    The pages of a TIFF file are counted.
 
     size    (height, width) to resize to, bicubic and antialiased; None keeps the size
     mode    "L", "RGB" or "RGBA" to convert to; None: L for gray, RGB for palettes, CMYK and other color modes, RGBA as it is
@@ -48,33 +48,39 @@ def read_image(
     """
     name = name or (str(source) if isinstance(source, str | Path) else "the PIL image")
     image = _load(source, pixels, name)
-    pages = _count_pages(Path(source)) if isinstance(source, str | Path) and Path(source).suffix.lower() in TIFF else 1
+    is_tiff = isinstance(source, str | Path) and Path(source).suffix.lower() in TIFF
+    several = is_tiff and _has_several_pages(Path(source))
     if isinstance(image, np.ndarray):
-        return Decoded(fit_floats(image, size, mode, name), "float", pages)
+        return Decoded(fit_floats(image, size, mode, name), "float", several)
     array = _fit_bytes(image, size, mode, name)
-    return Decoded(array if pixels == "uint8" else array.astype(np.float32) / np.float32(255), image.mode, pages)
+    return Decoded(array if pixels == "uint8" else array.astype(np.float32) / np.float32(255), image.mode, several)
 
 
-def _count_pages(file: Path) -> int:
-    """Return the number of images in a TIFF file that can be read, without smaller previews and masks of its pages."""
+def _has_several_pages(file: Path) -> bool:
+    """Return whether a TIFF file has more than one image, without smaller previews and masks of its pages. A later page that
+    cannot be read is one, too.
+    """
     from PIL import Image, UnidentifiedImageError
 
     reduced_or_mask = 0b101  # bits of the tag NewSubfileType, 254
     try:
         with file.open("rb") as stream, Image.open(stream) as opened:
-            count = 0
-            for page in range(getattr(opened, "n_frames", 1)):
+            for page in count():
                 try:
                     opened.seek(page)
-                except Exception:  # a page that Pillow cannot read
-                    return count + 1
-                count += not getattr(opened, "tag_v2", {}).get(254, 0) & reduced_or_mask
-            return max(count, 1)
+                except EOFError:
+                    return False
+                if page and not getattr(opened, "tag_v2", {}).get(254, 0) & reduced_or_mask:
+                    return True
     except UnidentifiedImageError:  # a first page that Pillow cannot read, as color with floats
         import tifffile
 
-        with tifffile.TiffFile(file) as tiff:
-            return max(sum(not int(getattr(page, "subfiletype", 0)) & reduced_or_mask for page in tiff.pages), 1)
+        with suppress(Exception), tifffile.TiffFile(file) as tiff:
+            later = islice(tiff.pages, 1, None)
+            return any(not int(getattr(page, "subfiletype", 0)) & reduced_or_mask for page in later)
+    except Exception:  # damaged, or of a kind that Pillow cannot read
+        pass
+    return True
 
 
 def _load(source: Any, pixels: str, name: str) -> Any:

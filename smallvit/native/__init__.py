@@ -314,7 +314,7 @@ def compute_backward(
     the tensors in `targets`.
     """
     if torch.is_grad_enabled():  # with create_graph=True; a result without a graph would count as a constant
-        raise RuntimeError("the native kernel has no second derivative; use another one, such as --numerics kernel=rule")
+        raise RuntimeError("the native kernel has no second derivative; use --numerics kernel=rule, or leave native_kernel()")
     x, d_x = x.contiguous(), d_out.clone(memory_format=torch.contiguous_format)
     for index, (tokens, d) in enumerate(zip(x, d_x) if call.stacked else [(x, d_x)]):
         own = [[member(t, call, index) for t in tensors] for tensors in (weights, targets)]

@@ -27,7 +27,7 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
 
     timm does not say where the tokens are. So positions inside attention need the grid (rows, columns) of the patches and the
     number of prefix tokens: `partial(Attention, position=partial(Rotary, grid=(14, 14), prefix=1))`. The model then takes
-    images of this size only.
+    images of this size only, and no `patch_drop_rate`. Images of another shape with as many patches are not noticed.
 
     Raises   ValueError for a function such as `mimetic_start`; when timm builds the model, for options of timm that our
              attention does not have: `scale_norm`, `proj_bias=False`, and `qk_norm` with a norm other than LayerNorm with
@@ -54,6 +54,8 @@ def attention_class(attention: Callable) -> Any:
         as the attention of timm.
         """
 
+        places: "FixedPlaces | None" = None
+
         def __init__(
             self,
             dim,
@@ -74,8 +76,10 @@ def attention_class(attention: Callable) -> Any:
             timms = {"qkv_bias": qkv_bias, "dropout": attn_drop} | ({"qk_norm": True} if qk_norm else {})
             super().__init__(dim, num_heads, **timms | options)
             self.proj_drop = nn.Dropout(proj_drop)
-            known = split_partial(options["position"])[1] if options.get("position") else {}
-            self.places = FixedPlaces(**{name: known[name] for name in ("grid", "prefix")}) if known else None
+            if getattr(self, "position", None) is not None:
+                position = {"position": inspect.signature(slot).parameters["position"].default} | options
+                shape = inspect.signature(position["position"]).parameters
+                self.places = FixedPlaces(shape["grid"].default, shape["prefix"].default)
             self.to(device=device, dtype=dtype)
 
         def forward(self, x, attn_mask=None, is_causal=False):
@@ -107,7 +111,8 @@ class FixedPlaces(NamedTuple):
         if tokens.shape[1] != self.prefix + rows * columns:
             raise ValueError(
                 f"got {tokens.shape[1]} tokens; expected {self.prefix} prefix tokens and {rows} x {columns} patches, as the "
-                "positions inside attention were built for: use images of one size, and set grid= and prefix= to it"
+                "positions inside attention were built for: use images of one size and no patch_drop_rate, and set grid= and "
+                "prefix= to them"
             )
         return places_of(self.grid, tokens.device)
 
@@ -162,8 +167,8 @@ def tokenizer_class(tokenizer: Callable) -> Any:
             self.strict, self.as_image, self.channels, self.dim = strict_img_size, output_fmt is not None, in_chans, embed_dim
             self.tokens = slot(image, in_chans, embed_dim, **({"patch": patch} if "patch" in parameters else {}) | options)
             self.set_image(image)
-            if "layers" in parameters and self.patch_size != (patch, patch):
-                rows, columns = self.grid_size
+            rows, columns = self.grid_size
+            if "layers" in parameters and (rows, columns) != (-(-image[0] // patch), -(-image[1] // patch)):
                 warnings.warn(
                     f"timm's patch_size={patch} has no effect on {slot.__name__}, whose options decide how many tokens an "
                     f"image has: {rows} x {columns} for {image[0]} x {image[1]} pixels",

@@ -83,15 +83,16 @@ def probe_steps(size: tuple[int, int]) -> int:
 
 
 def too_little_time(needed: float, given: float, step: float) -> str:
-    """Return a warning if even the shortest trials, test and final training take much longer than the time that was given, or
-    an empty text. `needed` and `given` are seconds, and `step` is the time of a training step of the plain ViT in seconds.
+    """Return a warning if trials, test and final training of the fewest steps do not fit into the time that was given, so that
+    some are cut short, or an empty text. `needed` and `given` are seconds, and `step` is the time of a training step of the
+    plain ViT in seconds.
     """
     if needed <= 1.25 * given:
         return ""
-    minutes = math.ceil(needed / 60)
     return (
-        f"warning: a training step takes {1e3 * step:.0f} ms here, so even a rough answer takes about {minutes} minutes; for a "
-        f"better one, give at least --minutes {2 * minutes}, or a smaller --size"
+        f"warning: a training step takes {1e3 * step:.3g} ms here, so {given / 60:g} minutes are too few for a reliable "
+        f"answer; for a better one, give at least --minutes {2 * math.ceil(needed / 60)}, or a smaller --size, with another "
+        "--into"
     )
 
 

@@ -105,7 +105,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
         folder=str(folder.resolve()),
         minutes=options.minutes,
         digits=images.digits,
-        size=list(images.size),
+        size=[*images.size, images.patch],
         group_by=images.group_by if images.grouped else "",
         jobs=options.jobs or len(gpu_workers(None, None, None, options.device)) or cores(),
         share=share,

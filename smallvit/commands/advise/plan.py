@@ -35,7 +35,7 @@ class Plan:
     """What `smallvit advise` does on a folder of images, and what it has decided so far.
 
     folder, minutes, digits, jobs, group_by   the options of the command; group_by is "" if there are no groups
-    size            height and width in pixels to which the images are resized
+    size            height and width in pixels to which the images are resized, and side of the patches
     share, folds    share of the images on which the chosen ViT is tested, and the number of folds of these images: the largest
                     possible one, and after the trials the one that there is time for; None if the folder has test images
     val             number of validation images of a trial
@@ -92,8 +92,9 @@ class Plan:
         if not path.exists():
             return None
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{"size": stored["size"]} | stored)
+        except (ValueError, TypeError, KeyError) as error:
             reason = f"{path} is not a plan of this version of smallvit ({error}); delete it, or use another --into"
             raise ValueError(reason) from error
 
