@@ -213,6 +213,17 @@ def test_pages_of_tiff_files_that_are_left_out_are_named(cache, tmp_path):
         assert [note.partition(": ")[2] for note in notes] == ["TIFF files with several pages, of which only the first one is read: 2"]
 
 
+def test_prediction_says_that_only_the_first_page_is_read(tmp_path):
+    preprocess = data.Preprocess.from_spec(data.digits().spec)
+    save_pages(tmp_path / "stack.tif", [0, 0])
+    save_pages(tmp_path / "single.tif", [0])
+    with pytest.warns(UserWarning, match="of TIFF files with several pages, only the first one is read"):
+        preprocess(tmp_path / "stack.tif")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        preprocess(tmp_path / "single.tif")
+
+
 def test_pages_of_tiff_files_that_pillow_cannot_read_are_counted(tmp_path):
     tifffile = pytest.importorskip("tifffile")
     tifffile.imwrite(tmp_path / "deep.tif", noise(2 * 8, 8).reshape(2, 8, 8, 3).astype(np.uint16) * 257, photometric="rgb")

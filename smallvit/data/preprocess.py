@@ -113,7 +113,9 @@ class Preprocess:
                 raise ValueError("expected at least one image, got an empty list")
             return torch.cat([self.pixels(image) for image in images])
         if isinstance(images, str | Path | Image):
-            images = read_image(images, self.size, self.mode, "uint8" if self.dtype == "uint8" else "float").pixels
+            images, _, several = read_image(images, self.size, self.mode, "uint8" if self.dtype == "uint8" else "float")
+            if several:
+                note("of TIFF files with several pages, only the first one is read")
         (h, w), c = self.size, self.channels
         if isinstance(images, np.ndarray):
             shapes, is_float = [(h, w, c)] + [(h, w)] * (c == 1), images.dtype.kind == "f"
