@@ -21,6 +21,7 @@ carried: RECIPE | RECIPE; RECIPE  any page: differences of a recipe beside those
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -349,8 +350,9 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
         lines.append([name_of(first), *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
     seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
     steps = max(record.steps or 0 for record in records_of(recipe) if record.arm == baseline[labels[0]].arm)
+    table = markdown_table(lines)
     if page == "report.md":
-        return markdown_table(lines), f"{steps:,} steps, {seeds} seeds. The full report is [{recipe}](../recipes/{recipe}.md)."
+        return table, f"{steps:,} steps, {seeds} seeds. The full report is [{recipe}](../recipes/{recipe}.md)."
     cost = "Costs are multiples of those of the arm that the row is compared with. " * bool(costs)
     cost += "MACs: multiply-adds for an image. " * ("macs" in costs)
     cost += "Speed-up: against the same model without reduction. " * faster
@@ -360,11 +362,11 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
         f"The first row is the test accuracy of the baseline after {steps:,} training steps. The other rows are differences "
         "from the baseline (or from the arm named after *against*), in percentage points, with 95% intervals for new seeds and "
         f"new test images. {cost}Bold: the [verdict](../explanation/verdicts.md) is *better* or *worse*, after a correction "
-        f"for all comparisons of the recipe, which the intervals do not have. {fragile * (FRAGILE in markdown_table(lines))}"
+        f"for all comparisons of the recipe, which the intervals do not have. {fragile * (FRAGILE in table)}"
         f"{tuned * any(row.condition.tuned is True for row in shown)}{seeds} seeds. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
-    return markdown_table(lines), note
+    return table, note
 
 
 # labels, whether unlabelled images are used -> the recipe and arm of the highest mean, and how it was made
@@ -383,7 +385,8 @@ def best_table() -> str:
 
     Raises ValueError if an arm of another recipe on MNIST has a higher mean.
     """
-    everywhere = [row for recipe in recipes_on_mnist() for row in comparison(recipe).main_rows if row.mean is not None]
+    on_mnist = [recipe for recipe in published() if records_of(recipe)[0].run["data"]["call"] == "smallvit.data.mnist"]
+    everywhere = [row for recipe in on_mnist for row in comparison(recipe).main_rows if row.mean is not None]
     lines = [["Labels", "Unlabelled digits", "How", "Accuracy", "Lowest and highest seed", "A small CNN"], ["---"] * 6]
     chosen = {key: next(row for row in rows_of(*arm[:2]) if row.labels == key[0]) for key, arm in BEST.items()}
     for (labels, unlabelled), row in chosen.items():
@@ -397,18 +400,13 @@ def best_table() -> str:
     return markdown_table(lines)
 
 
-def recipes_on_mnist() -> list[str]:
-    """The names of the recipes with committed records on MNIST."""
-    found = sorted(path.stem for path in (ROOT / "recipes").glob("*.jsonl") if path.with_suffix(".py").exists())
-    return [name for name in found if records_of(name)[0].run["data"]["call"] == "smallvit.data.mnist"]
-
-
 def counts() -> str:
     """An item of a list: how many comparisons and verdicts all recipes together have."""
-    recipes = published()
+    recipes = [recipe for recipe in published() if any(row.verdict for row in comparison(recipe).main_rows)]
     rows = [row for recipe in recipes for row in comparison(recipe).main_rows if row.verdict and row.role != "reference"]
     decided = [row.difference for row in rows if row.verdict in ("better", "worse")]
-    fragile, unknown = sum(d.fragile for d in decided), sum(d.bound and d.replication < 0.8 for d in decided)
+    fragile = sum(d.fragile for d in decided)
+    unknown = sum(replace(d, bound=False).fragile for d in decided) - fragile
     return (
         f"- The {len(recipes)} recipes with verdicts together have {len(rows)} comparisons. Of these, {len(decided)} have the "
         f"verdict *better* or *worse*. At least {fragile} of these verdicts are fragile; for {unknown} more, older records do "
@@ -417,9 +415,8 @@ def counts() -> str:
 
 
 def published() -> list[str]:
-    """The names of the recipes with committed records of a comparison."""
-    found = sorted(path.stem for path in (ROOT / "recipes").glob("*.jsonl") if (ROOT / "recipes" / f"{path.stem}.py").exists())
-    return [name for name in found if any(row.verdict for row in comparison(name).main_rows)]
+    """The names of the recipes with committed records."""
+    return sorted(path.stem for path in (ROOT / "recipes").glob("*.jsonl") if path.with_suffix(".py").exists())
 
 
 def accuracies_table(recipe: str, arm: str) -> str:

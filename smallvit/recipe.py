@@ -121,12 +121,13 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
     for entry in runs:
         if entry.labels not in chosen or (entry.tuning is not None) != tuned:
             continue
-        run = entry.run.with_data(data)
-        same = run.folds == entry.run.folds
-        passes = [entry.seed] if same else passes_of([entry.seed], entry.run.folds)
-        for seed in passes if same else seeds_of(passes, run.folds):
-            at_seed = run if same else run.at_seed(seed)
-            carried.setdefault((entry.cell, seed), replace(entry, run=at_seed, tuning=None, tune=None))
+        run, folds = entry.run.with_data(data), entry.run.folds
+        if run.folds == folds:
+            copies = [run]
+        else:  # all folds of the pass to which the run belongs; the pass has several runs if the recipe has folds, too
+            copies = [run.at_seed(seed) for seed in seeds_of(passes_of([entry.seed], folds), run.folds)]
+        for copy in copies:
+            carried.setdefault((entry.cell, copy.seed), replace(entry, run=copy, tuning=None, tune=None))
     conditions = list(dict.fromkeys(cell[1:] for cell, _ in carried))
     if any(entry.run.folds for entry in carried.values()):  # as `ablate` orders them: the arms of a seed, then the next seed
         carried = dict(sorted(carried.items(), key=lambda item: (conditions.index(item[0][0][1:]), item[0][1])))

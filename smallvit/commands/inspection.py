@@ -32,7 +32,7 @@ class Inspection:
     counts     part ("train", "test", "val", or "pool" if there are no parts) -> class -> number of images that can be read
     sizes      number of images of each (height, width)
     modes      number of images of each color mode of the file, such as "RGB"
-    stacks     number of TIFF files with several pages, of which only the first one is read
+    paged      number of TIFF files with several pages, of which only the first one is read
     broken     file -> why it cannot be read
     channels   1 if all images are gray, 4 if some are transparent in places, otherwise 3
     floats     True if some images have more than 8 bits a channel
@@ -50,7 +50,7 @@ class Inspection:
     counts: dict[str, dict[str, int]]
     sizes: Counter
     modes: Counter
-    stacks: int
+    paged: int
     broken: dict[str, str]
     channels: int
     floats: bool
@@ -120,7 +120,7 @@ def inspect_images(
             f"got --group-by, but {top} is already divided into {parts}; expected no --group-by there, or one folder for each "
             "class, which smallvit divides by groups"
         )
-    sizes, modes, broken, stacks = Counter(), Counter(), {}, 0
+    sizes, modes, broken, paged = Counter(), Counter(), {}, 0
     gray, transparent, low, high = True, False, 0.0, 1.0
     for file in tqdm(found.files, "images", leave=False, disable=len(found.files) < LARGE):
         try:
@@ -130,7 +130,7 @@ def inspect_images(
             continue
         sizes[pixels.shape[:2]] += 1
         modes[mode] += 1
-        stacks += several
+        paged += several
         color = pixels[..., :3]
         gray = gray and bool((color == color[..., :1]).all())
         transparent = transparent or bool(pixels[..., 3].min() < 1)
@@ -167,7 +167,7 @@ def inspect_images(
         counts=counts,
         sizes=sizes,
         modes=modes,
-        stacks=stacks,
+        paged=paged,
         broken=broken,
         channels=4 if transparent else 1 if gray else 3,
         floats="float" in modes,

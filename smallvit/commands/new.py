@@ -115,8 +115,8 @@ def findings(images: Inspection, recipe: bool = True, arms: Sequence[str] | None
     kind = {1: "gray", 3: "color", 4: "color with transparency"}[images.channels]
     depth = ", as floats, which keep more than 8 bits" if images.floats else ""
     lines.append(f"color modes of the files: {modes}; trained in {kind}{depth}")
-    if images.stacks:
-        lines.append(f"TIFF files with several pages, of which only the first one is read: {images.stacks:,}")
+    if images.paged:
+        lines.append(f"TIFF files with several pages, of which only the first one is read: {images.paged:,}")
     if images.broken:
         count = len(images.broken)
         lines.append(f"{count:,} file{'s' * (count > 1)} cannot be read and will be left out:")

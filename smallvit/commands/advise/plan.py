@@ -93,7 +93,9 @@ class Plan:
             return None
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{"size": stored["size"]} | stored)
+            if "size" not in stored:
+                raise KeyError("size")
+            return cls(**stored)
         except (ValueError, TypeError, KeyError) as error:
             reason = f"{path} is not a plan of this version of smallvit ({error}); delete it, or use another --into"
             raise ValueError(reason) from error
