@@ -96,6 +96,15 @@ def test_two_fits_are_bitwise_equal_and_another_seed_is_not(run, tmp_path):
     assert not equal(weights(tmp_path / "1"), weights(tmp_path / "3"))
 
 
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_fit_trains_also_where_the_caller_has_switched_off_gradients(without_gradients, tmp_path):
+    fit(SHORT, tmp_path / "1")
+    with without_gradients():
+        fit(SHORT, tmp_path / "2")
+        assert not torch.is_grad_enabled(), "the caller's choice is kept"
+    assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
+
+
 def first_steps(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]:
     """The augmented batches of five steps of a run, its initial weights, and the hash of its labelled images."""
     training = training_of(run)

@@ -16,6 +16,8 @@ NATURAL = {
     "LAB": "RGB", "HSV": "RGB", "RGBA": "RGBA", "RGBa": "RGBA",
 }  # fmt: skip
 ORIENTATION = 274  # the number of the EXIF entry that says how a photo was turned
+NEW_SUBFILE_TYPE = 254  # the number of the TIFF tag that says what kind of image a page is
+PREVIEW_OR_MASK = 0b101  # its bits for an image of lower resolution and for a mask
 LUMA = np.array([299, 587, 114], np.float32) / 1000  # ITU-R 601, with which Pillow converts RGB to gray
 
 
@@ -47,52 +49,25 @@ def read_image(
               cannot hold.
     """
     name = name or (str(source) if isinstance(source, str | Path) else "the PIL image")
-    image = _load(source, pixels, name)
-    is_tiff = isinstance(source, str | Path) and Path(source).suffix.lower() in TIFF
-    several = is_tiff and _has_several_pages(Path(source))
+    image, several = _load(source, pixels, name)
     if isinstance(image, np.ndarray):
         return Decoded(fit_floats(image, size, mode, name), "float", several)
     array = _fit_bytes(image, size, mode, name)
     return Decoded(array if pixels == "uint8" else array.astype(np.float32) / np.float32(255), image.mode, several)
 
 
-def _has_several_pages(file: Path) -> bool:
-    """Return whether a TIFF file has more than one image, without smaller previews and masks of its pages. A later page that
-    cannot be read is one, too.
-    """
-    from PIL import Image, UnidentifiedImageError
+def _load(source: Any, pixels: str, name: str) -> tuple[Any, bool]:
+    """Return an image, and whether its file has several pages (TIFF only). `source` is an image file or a PIL image, and `name`
+    is its name in error messages.
 
-    reduced_or_mask = 0b101  # bits of the tag NewSubfileType, 254
-    try:
-        with file.open("rb") as stream, Image.open(stream) as opened:
-            for page in count():
-                try:
-                    opened.seek(page)
-                except EOFError:
-                    return False
-                if page and not getattr(opened, "tag_v2", {}).get(254, 0) & reduced_or_mask:
-                    return True
-    except UnidentifiedImageError:  # a first page that Pillow cannot read, as color with floats
-        import tifffile
-
-        with suppress(Exception), tifffile.TiffFile(file) as tiff:
-            later = islice(tiff.pages, 1, None)
-            return any(not int(getattr(page, "subfiletype", 0)) & reduced_or_mask for page in later)
-    except Exception:  # damaged, or of a kind that Pillow cannot read
-        pass
-    return True
-
-
-def _load(source: Any, pixels: str, name: str) -> Any:
-    """Return an image as an upright PIL image if it has 8 bits a channel. Otherwise return a float32 array (h, w, c) if
-    `pixels` is "float", and raise ValueError if it is "uint8". `source` is an image file or a PIL image, and `name` is its name
-    in error messages.
+    The image is an upright PIL image if it has 8 bits a channel. Otherwise it is a float32 array (h, w, c) if `pixels` is
+    "float", and ValueError is raised if it is "uint8".
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     file = Path(source) if isinstance(source, str | Path) else None
     if file and file.suffix.lower() in DICOM:
-        return _read_dicom(file, pixels, name)
+        return _read_dicom(file, pixels, name), False
     opened: Any
     try:
         # not Image.open(file): from a path, Pillow maps some TIFF files into memory, and scrambles those that lie on their side
@@ -102,6 +77,7 @@ def _load(source: Any, pixels: str, name: str) -> Any:
         ):
             raw, kind, tags = _raw_mode(opened), opened.format, _tiff_tags(opened)  # before the pixels are read
             image = ImageOps.exif_transpose(opened)
+            several = bool(file) and kind == "TIFF" and _has_later_page(opened)
     except Exception as error:  # each image format raises its own kinds of errors
         reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
         if isinstance(error, UnidentifiedImageError):
@@ -116,24 +92,39 @@ def _load(source: Any, pixels: str, name: str) -> Any:
     if bits == 8 and image.mode[0] not in "IF":
         if image.mode not in NATURAL:
             raise ValueError(f"{name} has the color mode {image.mode}; expected gray, RGB, RGBA, a palette or CMYK")
-        return image
+        return image, several
     if pixels == "uint8":  # converting 16-bit and float images would clip them at 255
         depth = image.mode if image.mode[0] in "IF" else f"{image.mode} with 16 bits a channel"
         raise ValueError(f'{name} is {depth}: expected 8-bit gray (L), RGB or RGBA; pixels="float" keeps its values')
     if image.mode == "F":
-        return _check_finite(np.array(image)[..., None], name)
+        return _check_finite(np.array(image)[..., None], name), several
     if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
         values = np.array(image)[..., None].astype(np.float32) / np.float32(65535)
-        return np.float32(1) - values if tags.inverted else values
+        return np.float32(1) - values if tags.inverted else values, several
     if file and kind == "PNG":
         from torchvision.io import ImageReadMode, decode_image  # Pillow has no color images of 16 bits
 
         values = decode_image(str(file), ImageReadMode.UNCHANGED, apply_exif_orientation=True)
-        return values.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(65535)
+        return values.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(65535), several
     if file and kind == "TIFF" and image.mode != "I":
         return _read_tiff(file, name)
     what = "integers of more than 16 bits or with a sign" if image.mode == "I" else "16 bits a channel in color"
     raise ValueError(f"{name} has {what}, which cannot be read here; save it as a 16-bit PNG file or a float TIFF file")
+
+
+def _has_later_page(opened: Any) -> bool:
+    """Return whether an open TIFF file, as a PIL image, has more than one image. Smaller previews and masks of its pages do not
+    count; a later page that cannot be read does.
+    """
+    with suppress(Exception):  # damaged, or of a kind that Pillow cannot read
+        for page in count(1):
+            try:
+                opened.seek(page)
+            except EOFError:
+                return False
+            if not opened.tag_v2.get(NEW_SUBFILE_TYPE, 0) & PREVIEW_OR_MASK:
+                break
+    return True
 
 
 class TiffTags(NamedTuple):
@@ -224,9 +215,10 @@ def fit_floats(values: np.ndarray, size: tuple[int, int] | None, mode: str | Non
     return np.ascontiguousarray(color, np.float32)
 
 
-def _read_tiff(file: Path, name: str) -> np.ndarray:
-    """Return the first page of a TIFF file as an upright float32 array (h, w, c). It is used for files that Pillow cannot hold:
-    color with 16 bits or floats, and 64-bit floats. `name` is the file's name in error messages.
+def _read_tiff(file: Path, name: str) -> tuple[np.ndarray, bool]:
+    """Return the first page of a TIFF file as an upright float32 array (h, w, c), and whether there are more pages. It is used
+    for files that Pillow cannot hold: color with 16 bits or floats, and 64-bit floats. `name` is the file's name in error
+    messages.
     """
     try:
         import tifffile
@@ -239,6 +231,10 @@ def _read_tiff(file: Path, name: str) -> np.ndarray:
             values = np.asarray(tiff.asarray(key=0))
             values = np.moveaxis(values, 0, -1) if page.planarconfig == 2 and values.ndim == 3 else values  # c h w
             unknown = 0 in tuple(page.extrasamples or ())
+            several = True
+            with suppress(Exception):  # a damaged later page is one, too
+                later = islice(tiff.pages, 1, None)
+                several = any(not int(getattr(page, "subfiletype", 0)) & PREVIEW_OR_MASK for page in later)
     except Exception as error:  # tifffile and its codecs raise their own kinds of errors
         raise ValueError(f"{name} cannot be read as an image ({error})") from error
     _check_tiff(TiffTags(unknown_channel=unknown), name)
@@ -247,7 +243,7 @@ def _read_tiff(file: Path, name: str) -> np.ndarray:
     if values.ndim != 3 or values.shape[-1] > 4 or not (is_float or values.dtype in (np.uint8, np.uint16)):
         raise ValueError(f"{name} holds {values.dtype} {values.shape}; expected h w or h w c of 8 or 16 bits, or floats")
     scale = 1 if is_float else np.iinfo(values.dtype).max
-    return _check_finite(_upright(values, orientation).astype(np.float32) / np.float32(scale), name)
+    return _check_finite(_upright(values, orientation).astype(np.float32) / np.float32(scale), name), several
 
 
 def _upright(values: np.ndarray, orientation: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """`fit(run, folder)` trains and evaluates a run and writes its record. It can be killed at any moment and continued later."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,18 +93,22 @@ def fit(
     if done := finished_record(run, Path(folder), validation_only):
         return done
     options: dict[str, Any] = {"numerics": numerics, "validation_only": validation_only, "reads": reads}
-    with generators_kept(), prepare_training(run, Path(folder), tags, device, init, teacher, **options) as (training, close):
+    with training_allowed(), prepare_training(run, Path(folder), tags, device, init, teacher, **options) as (training, close):
         if training is not None:
             checkpoint.resume([training])
             train([training], training.train_step, watch)
         return close()
 
 
-def generators_kept() -> AbstractContextManager:
-    """Context manager after which torch's global generators of random numbers are as before, because training seeds them. So
-    the caller's own random numbers, such as those of a random search, do not repeat.
+@contextmanager
+def training_allowed() -> Iterator[None]:
+    """Context manager in which gradients are computed, also if the caller has switched them off. After it, torch's global
+    generators of random numbers are as before, because training seeds them. So the caller's own random numbers, such as those
+    of a random search, do not repeat.
     """
-    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(gpus):
+        yield
 
 
 def fit_stacked(
@@ -137,7 +141,7 @@ def fit_stacked(
     tags, dependencies = tags or [NO_TAGS] * len(runs), dependencies or [{}] * len(runs)
     options: dict[str, Any] = {"numerics": numerics, "validation_only": validation_only, "reads": reads, "curves": curves}
     with ExitStack() as stack:
-        stack.enter_context(generators_kept())
+        stack.enter_context(training_allowed())
         opened_runs = [
             stack.enter_context(
                 prepare_training(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), **options)
