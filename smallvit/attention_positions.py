@@ -102,6 +102,14 @@ class RelativeBias(nn.Module):
         bias = torch.cat([of_prefix.expand(*shape, -1, -1), of_patches], dim=-2)
         return q, k, bias.reshape(-1, *bias.shape[-3:])
 
+    def macs(self, grid: Grid) -> int:
+        """Return the number of multiply-adds (MACs) of the network for a grid of (rows, columns) patches. A learned table needs
+        none. The network runs once for a whole batch.
+        """
+        if self.table is not None:
+            return 0
+        return (2 * grid[0] - 1) * (2 * grid[1] - 1) * (self.weight1.numel() + self.weight2.numel())
+
     def table_for(self, grid: Grid) -> Tensor:
         """Return a table with the bias of each offset, shape (h, 2 rows - 1, 2 columns - 1), with offset 0 in the middle. The
         size of a learned table is that of the constructor's grid; a computed table has the size of `grid` (rows, columns).

@@ -112,17 +112,19 @@ def closed_form(
         "embed": embed_macs(model, (height, width)) if embed is None else embed,
         "blocks": sum(block_macs(block, n, m) for block, (n, m) in zip(model.blocks, tokens)),
         "reduction": reduction,
-        "head": linear_macs(model.head) + linear_macs(getattr(model.pool, "layers", nn.Identity())),
+        "head": linear_macs(model.head) + (model.pool.macs(n - len(model.prefix)) if hasattr(model.pool, "macs") else 0),
     }
 
 
 def embed_macs(model: ViT, image: Sequence[int]) -> float:
     """Return the number of multiply-adds (MACs) of the tokenizer and the positions of a model for one image, counted by torch.
-    `image` is the image size (height, width) in pixels.
+    `image` is the image size (height, width) in pixels. Positions inside attention that have a method `macs(grid)` are added.
     """
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
-    return counted(model.embed, blank) / 2
+    grid = model.tokenizer.grid(image)
+    positions: list[Any] = [getattr(block.attention, "position", None) for block in model.blocks]
+    return counted(model.embed, blank) / 2 + sum(each.macs(grid) for each in positions if hasattr(each, "macs"))
 
 
 @contextmanager
@@ -147,17 +149,23 @@ def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
 
     torch counts matrix products, attention and convolutions only.
     """
+    with evaluating(model), flop_counter() as counter:
+        model(images)
+    return counter.get_total_flops()
+
+
+def flop_counter() -> Any:
+    """Return torch's counter of FLOPs, a context manager. It also counts the fused attention kernel of CPUs, which torch leaves
+    out.
+    """
     from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
     def fused_attention(q, k, v, *args, out_shape=None, **options):
         return sdpa_flop_count(q, k, v)
 
-    # torch 2.6 does not count the fused attention kernel of CPUs
     kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     more: Any = {} if kernel in flop_registry else {kernel: fused_attention}
-    with evaluating(model), FlopCounterMode(display=False, custom_mapping=more) as counter:
-        model(images)
-    return counter.get_total_flops()
+    return FlopCounterMode(display=False, custom_mapping=more)
 
 
 def seen_tokens(model: ViT, images: Tensor) -> Tensor:
@@ -172,7 +180,7 @@ def seen_tokens(model: ViT, images: Tensor) -> Tensor:
         x, size = output[:2]
         counts.append(torch.full((len(x),), x.shape[1]) if size is None else (size > 0).sum(1).cpu())
 
-    hooks = [block.register_forward_hook(count) for block in model.blocks]
+    hooks = [block.register_forward_hook(count) for block in dict.fromkeys(model.blocks)]
     try:
         with evaluating(model):
             model(images)

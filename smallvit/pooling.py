@@ -63,6 +63,10 @@ class SequencePool(nn.Module):
         super().__init__()
         self.score = nn.Linear(dim, 1)
 
+    def macs(self, patches: float) -> float:
+        """Return the number of multiply-adds (MACs) of the scores, for a number of patch tokens."""
+        return patches * self.score.in_features
+
     def forward(self, x: Tensor, size: Tensor | None = None, prefix: int = 0) -> Tensor:
         x, score = x[:, prefix:], self.score(x[:, prefix:])
         if size is None:
@@ -104,6 +108,11 @@ class Projected(nn.Module):
         if self.training and len(x) == 1:
             raise ValueError("Projected uses BatchNorm and got a training batch of one image; expected at least two")
         return self.layers(self.pool(x, size, prefix))
+
+    def macs(self, patches: float) -> float:
+        """Return the number of multiply-adds (MACs) of the pool and the MLP, for a number of patch tokens."""
+        inner = self.pool.macs(patches) if hasattr(self.pool, "macs") else 0
+        return inner + sum(layer.weight.numel() for layer in self.layers if isinstance(layer, nn.Linear))
 
     def make_head(self, classes: int) -> nn.Linear:
         return nn.Linear(self.width, classes)

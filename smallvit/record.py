@@ -100,6 +100,7 @@ class Record:
     params: int | None = None  # number of parameters
     macs: int | float | None = None  # multiply-adds of one forward pass on one image
     tokens: int | None = None  # tokens that enter the first block
+    patches: int | None = None  # tokens among them that are patches, without class token and registers
     images_seen: int | None = None  # training steps x images in a step, also those without labels, x passes of the optimizer
     unlabelled: int | None = None  # number of images used without their labels
     steps: int | None = None  # optimizer steps taken

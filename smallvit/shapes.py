@@ -77,6 +77,7 @@ SHAPES: dict[str, Any] = {
     "params": "count?",
     "macs": "amount?",
     "tokens": "count?",
+    "patches": "count?",
     "images_seen": "count?",
     "unlabelled": "count?",
     "steps": "count?",

@@ -227,9 +227,10 @@ def named(loss: float | None, score: float | None) -> dict[str, float]:
 
 def results(record: Record) -> dict[str, float]:
     """Return the numbers of a run that has ended, as a dict from name to number: validation and test results, and costs.
-    `record` holds them.
+    `record` holds them. The names of validation results begin with "final_", because "val/accuracy" is the learning curve.
     """
-    parts = [(f"{part}/{name}", value) for part in ("val", "test") for name, value in (getattr(record, part) or {}).items()]
+    parts = [(f"val/final_{name}", value) for name, value in (record.val or {}).items()]
+    parts += [(f"test/{name}", value) for name, value in (record.test or {}).items()]
     costs = [(f"cost/{name}", getattr(record, name)) for name in ("seconds", "params", "macs", "images_seen")]
     return {name: float(value) for name, value in [*parts, *costs] if isinstance(value, int | float)}
 

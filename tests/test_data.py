@@ -251,6 +251,12 @@ def test_test_images_that_repeat_training_or_validation_images_are_counted_witho
     assert dataset(random_images(5)).repeats == 0 and dataset(random_images(5), val=random_images(5)[:2]).repeats == 2
 
 
+def test_two_classes_with_the_same_name_are_refused():
+    splits = dict.fromkeys(("train", "test"), (np.full((4, 2, 2), 9, np.uint8), np.arange(4) % 2))
+    with pytest.raises(ValueError, match=r"own: expected another name for each class, got \['cat', 'cat'\]"):
+        data.Dataset.from_arrays("own", splits, ("cat", "cat"))
+
+
 # Your own arrays
 
 

@@ -108,6 +108,14 @@ def test_named_features_by_hand(options, place):
     assert np.allclose(found, features_by_hand(model, inputs(images), **place), atol=1e-4)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_block_that_serves_several_layers_gives_the_features_of_the_last_ones(layers):
+    model, images = vit(), noise()
+    model.blocks[2] = model.blocks[0]
+    place = {"of": "mean", "layers": layers}
+    assert np.allclose(features(model, images, **place), features_by_hand(model, inputs(images), **place), atol=1e-4)
+
+
 def test_in_the_mean_a_merged_token_counts_as_its_patches():
     images, model = noise(), vit(reduction=partial(Merge, r=5))
     with torch.no_grad():

@@ -30,7 +30,7 @@ from smallvit.flops import (
     unreduced,
     without_memory,
 )
-from smallvit.pooling import MeanTokens, Projected
+from smallvit.pooling import MeanTokens, Projected, SequencePool
 from smallvit.positions import SinCos2d
 from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
 from smallvit.references import Pixels, SmallCNN
@@ -115,6 +115,12 @@ def test_macs_of_a_plain_vit_equal_the_closed_form(image, patch, channels, dim, 
     assert found["params"] == sum(p.numel() for p in model.parameters())
     assert found["macs"] == pytest.approx(expected, rel=0.01) and sum(closed_form(model).values()) == expected
     assert all(type(number) is int for number in found.values()) and model.training
+
+
+@pytest.mark.parametrize("pool", [MeanTokens, SequencePool, Projected, partial(Projected, pool=SequencePool, layers=1)])
+def test_macs_of_pools_equal_the_closed_form(pool):
+    model = ViT((12, 12), 1, 5, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2, pool=pool)
+    assert sum(closed_form(model).values()) == counted(model, torch.zeros(1, 1, 12, 12)) / 2
 
 
 def test_parameters_of_a_plain_vit_follow_the_formula():

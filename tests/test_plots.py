@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -118,6 +119,14 @@ def test_summary_needs_no_values_for_positions_inside_attention(position, reduct
     model = TINY(attention=partial(Attention, position=position), reduction=reduction)
     expected = [step[:4] for step in summary(model)]  # without multiply-adds, which depend on the kernel of the attention
     assert [step[:4] for step in summary(model.to("meta"))] == expected
+
+
+def test_summary_counts_the_fused_attention_kernel():
+    """145 tokens: from 128 on, the attention of smallvit uses the fused kernel; timm always does."""
+    model = ViT((48, 48), 1, 10, tokenizer=partial(PatchEmbed, patch=4), dim=32, depth=1, heads=2)
+    assert find_step(summary(model), "blocks.0").macs == 12 * 145 * 32**2 + 2 * 145**2 * 32
+    other = timm.create_model("vit_tiny_patch16_224", img_size=48, patch_size=4, embed_dim=32, depth=1, num_heads=2)
+    assert find_step(summary(other, (3, 48, 48)), "blocks.0").macs == 12 * 145 * 32**2 + 2 * 145**2 * 32
 
 
 def test_summary_without_values_refuses_tokens_that_depend_on_the_image():

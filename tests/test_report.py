@@ -17,6 +17,7 @@ from smallvit.record import RANDOM, Record, user_line
 from smallvit.report import figures, html, markdown, text
 from smallvit.report.alarms import no_better_than_random
 from smallvit.report.answer import answer
+from smallvit.report.format import excess
 from smallvit.report.page import sections
 from smallvit.report.provenance import provenance, warnings
 from smallvit.report.remarks import failures
@@ -422,6 +423,16 @@ def test_an_arm_not_better_than_an_untrained_model_gives_a_warning():
     assert re.match(r"two at 20 labels, knn_1: not .* untrained model, \+0\.00 points \(95% interval from −", line)
 
 
+def test_probe_with_lower_values_is_better_than_an_untrained_model():
+    def rows(trained: float) -> list[Record]:
+        found = probed(one=[trained] * 6, two=[0.2] * 6, **{RANDOM: [0.9] * 6})
+        return [replace(r, lower_is_better=True) for r in found]
+
+    assert no_better_than_random(rows(0.4)) == []
+    (line,) = no_better_than_random(rows(0.95))
+    assert "one at 20 labels, knn_1: not shown" in line and line.endswith("model, −0.050 (95% interval from −0.050)")
+
+
 def test_folds_are_no_independent_seeds_for_the_warning_about_an_untrained_model():
     rows = probed(one=[0.56, 0.51, 0.56, 0.52, 0.56, 0.51], two=[0.9] * 6)
     assert no_better_than_random(rows) == []
@@ -452,6 +463,16 @@ def test_a_value_is_described_as_a_person_writes_it():
     assert describe_value([{"call": "recipes.mine.Mine", "rates": [1, 2]}, None]) == "[Mine(rates=[1, 2]), None]"
     assert describe_value(model) == "ViT(depth=4, tokenizer=ShiftedPatchEmbed(patch=2))"
     assert describe_value({"model": model, "steps": 3, "batch": 8}) == "Run(model=ViT, steps=3)"
+
+
+def test_arms_with_another_control_are_no_points_of_a_curve_and_their_control_is_named():
+    wide = [(f"fused, width {n}", 0.0, {"model.fused": True, "model.dim": n}) for n in (16, 32)]
+    rows = varied(("fused", 0.0, {"model.fused": True}), *wide)
+    controls = {name: "fused" for name, _, _ in wide}
+    rows = [replace(r, baseline=controls.get(r.arm, "scratch")) for r in rows]
+    assert found_in(rows) == {}
+    found = changes(compare(rows), rows)
+    assert found["fused"] == ["fused: False → True"] and found["fused, width 16"] == ["dim: 64 → 16 (against fused)"]
 
 
 def test_an_exchanged_component_is_one_difference():
@@ -620,6 +641,17 @@ def test_unusual_numbers_are_drawn():
     uneven = [replace(r, curve=[[r.seed, 1.0, 0.5]]) for r in PLAIN]
     assert html(perfect, **PAGE).count("<svg") == 4 and html(zero, **PAGE).count("<svg") == 3
     assert "seeds share no step: scratch, +A" in html(uneven, **PAGE)
+
+
+@pytest.mark.parametrize(("fraction", "words"), [(0.2, "+20%"), (1.0, "2× baseline"), (1.49, "2.5× baseline"), (99.4, "100× baseline"), (math.inf, "baseline: 0")])
+def test_unequal_costs_as_text(fraction, words):
+    assert excess(fraction) == words
+
+
+@pytest.mark.parametrize(("tokens", "patches", "warned"), [(1, None, True), (2, 1, True), (17, 16, False), (None, None, False)])
+def test_images_of_a_single_patch_give_a_warning(tokens, patches, warned):
+    rows = [replace(r, tokens=tokens, patches=patches) for r in records({"scratch": 0, "+A": 0.01})]
+    assert any("single patch, so attention has nothing to compare, in: scratch and +A" in line for line in warnings(rows)) == warned
 
 
 def test_few_multiply_adds_are_in_thousands():

@@ -132,6 +132,22 @@ def test_the_html_page_draws_matrices_and_diagrams():
     assert ">146.5<" in page and "&lt;other&gt;" in page and "<other>" not in page
 
 
+def test_pages_escape_the_name_of_a_score():
+    """The name comes from an evaluator, or from records that somebody else has made."""
+    name = 'x"><u>|y'
+    page, figures = markdown(scored(name), **PAGE), html(scored(name), **PAGE)
+    assert "<u>" not in page and "<u>" not in figures
+    tables = [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
+    assert all(len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1 for lines in tables)
+
+
+def test_diagram_without_images_is_left_out():
+    rows = [replace(r, reliability=[[0, 0.0, 0.0]] * 15) if r.arm == "+SPT" and r.reliability else r for r in scored("auc")]
+    assert html(rows, **PAGE).count("reliability diagram of each arm") == 1
+    empty = [replace(r, reliability=r.reliability and [[0, 0.0, 0.0]] * 15) for r in rows]
+    assert "reliability diagram" not in html(empty, **PAGE) and CALIBRATION not in markdown(empty, **PAGE)
+
+
 def test_records_without_these_fields_show_nothing_about_classes():
     page = markdown(records(ARMS), **PAGE)
     assert not any(heading in page for heading in (CLASSES, CONFUSION, CALIBRATION))
@@ -167,6 +183,11 @@ def test_the_csv_has_a_line_for_each_arm():
     assert lines[0]["difference"] == lines[2]["difference"] == "" and lines[2]["score"] == "linear_probe"
     missing = list(csv.DictReader(io.StringIO(csv_table(compare(fail(records(ARMS), "+SPT"))))))
     assert missing[1]["n"] == "0" and missing[1]["mean"] == "" and missing[1]["verdict"] == "no verdict"
+
+
+def test_arm_that_begins_like_an_option_of_latex_does_not_belong_to_the_row_above():
+    table = latex_table(compare(records({"vit": 0.0, "[A] x": 0.03, "*B": -0.03})))
+    assert "\n{}[A] x & " in table and "\n{}*B & " in table
 
 
 def test_the_latex_table_is_complete_and_escaped():

@@ -56,6 +56,8 @@ def test_points_are_sent_as_they_come_and_results_at_the_end(tmp_path):
     follower.look()
     assert [step for step, _ in sent["points"]] == [10, 20, 30, 40] and sent["status"] == "finished"
     assert sent["results"]["test/accuracy"] == record.test["accuracy"] and sent["results"]["cost/params"] == record.params
+    assert sent["results"]["val/final_accuracy"] == record.val["accuracy"]
+    assert not {*sent["results"]} & {name for _, curves in sent["points"] for name in curves}, "a result would be a point of a curve"
     follower.look()
     assert len(sent["points"]) == 4
 

@@ -325,10 +325,12 @@ def unnormalized(
     """Return the description of a data set before its mean and standard deviation are known: they are 0 and 1. `name`,
     `classes`, `digits` and `dtype` are fields of the description, and `shape` is the shape of the images (n, c, h, w).
 
-    Raises ValueError for fewer than 2 classes.
+    Raises ValueError for fewer than 2 classes, and for two with the same name.
     """
     if len(classes) < 2:
         raise ValueError(f"{name}: expected at least 2 classes, got {list(classes)}")
+    if len(set(classes)) < len(classes):
+        raise ValueError(f"{name}: expected another name for each class, got {list(classes)}")
     _, c, h, w = shape
     moments = {"mean": (0.0,) * c, "std": (1.0,) * c}
     return DataSpec(name=name, channels=c, size=(h, w), classes=classes, digits=digits, dtype=dtype, **moments)

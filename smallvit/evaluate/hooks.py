@@ -158,10 +158,10 @@ def tokens_of_vit(model: Any, x: Tensor, layers: int) -> list[BlockTokens]:
         found.append(BlockTokens(tokens[:, :p], tokens[:, p:], None if size is None else size[:, p:]))
 
     with ExitStack() as hooks:
-        for block in model.blocks[-layers:]:
+        for block in dict.fromkeys(model.blocks[-layers:]):  # a block may serve several layers
             hooks.enter_context(block.register_forward_hook(save_tokens))
         model.tokens(x)
-    return found
+    return found[-layers:]
 
 
 def tokens_of_timm(model: Any, x: Tensor, layers: int) -> list[BlockTokens]:

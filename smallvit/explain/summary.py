@@ -63,9 +63,9 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
     """
     import torch
     from torch.utils._pytree import tree_leaves
-    from torch.utils.flop_counter import FlopCounterMode
 
     from smallvit.evaluate import frozen
+    from smallvit.flops import flop_counter
     from smallvit.vit import ViT
 
     if image is None and not isinstance(model, ViT):
@@ -78,7 +78,7 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
     rows, flops_before, counted = [Step("image", "", size, 0, 0)], {}, set()
     # `Pixels` has no parameters and gives no logits
     body: Any = model if parameters or not hasattr(model, "features") else model.features
-    counter = FlopCounterMode(display=False)
+    counter = flop_counter()
 
     def before_layer(name: str, module: nn.Module, inputs: tuple[Tensor, ...]):
         """Forward pre-hook of a layer: store the number of operations that were counted before the layer runs. The count after
@@ -150,5 +150,6 @@ def describe_prefix(model: ViT) -> str:
     """Return a text that names the prefix tokens of a model, such as "class token and 4 registers"."""
     classes = model.pool.class_tokens
     registers = len(model.prefix) - classes
-    parts = ["class token" if classes == 1 else f"{classes} class tokens"] if classes else []
+    names = {1: "class token", 2: "class token and distillation token"}  # `DistilledTokens` has both
+    parts = [names.get(classes, f"{classes} class tokens")] if classes else []
     return " and ".join(parts + ([f"{registers} register{'s' * (registers > 1)}"] if registers else []))

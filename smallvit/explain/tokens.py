@@ -109,7 +109,7 @@ def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor
         converted.append(convert(marks if size is None else marks * size[..., None]))
 
     with ExitStack() as hooks:
-        for block in model.blocks:
+        for block in dict.fromkeys(model.blocks):  # a block may serve several layers
             if isinstance(reduction := getattr(block, "reduction", None), torch.nn.Module):
                 hooks.enter_context(reduction.register_forward_hook(move_marks))
             hooks.enter_context(block.register_forward_hook(save_contents))

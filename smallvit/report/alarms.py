@@ -158,11 +158,11 @@ def at_the_edge(records: Sequence[Record]) -> list[str]:
 
 
 def one_token(records: Sequence[Record]) -> list[str]:
-    """Return a warning if the images of some arms (variants in the comparison) become a single token, because attention between
+    """Return a warning if the images of some arms (variants in the comparison) become a single patch, because attention between
     patches is then impossible. `records` are the results of the runs.
     """
-    arms = list(dict.fromkeys(r.arm for r in records if r.tokens == 1))
-    return [f"The image is a single token, so attention has nothing to compare, in: {join_names(arms)}"] if arms else []
+    arms = list(dict.fromkeys(r.arm for r in records if 1 in (r.patches, r.tokens)))
+    return [f"The image is a single patch, so attention has nothing to compare, in: {join_names(arms)}"] if arms else []
 
 
 class Guess(NamedTuple):
@@ -279,14 +279,16 @@ def no_better_than_random(records: Sequence[Record]) -> list[str]:
             if (name, c) == (arm, condition) and (RANDOM, c, seed) in finished
         ]
         for probe in probes:
-            gains = [trained[probe] - random[probe] for trained, random in pairs if probe in trained and probe in random]
+            first = next(r for (name, c, _), r in finished.items() if (name, c) == (arm, condition))
+            score, folds = score_named(probe, bool(first.lower_is_better) and probe == first.score), first.folds
+            sign = -1 if score.lower else 1
+            gains = [sign * (new[probe] - random[probe]) for new, random in pairs if probe in new and probe in random]
             mean, sd, low, _ = spread(gains)
-            folds = next(r.folds for (name, c, _), r in finished.items() if (name, c) == (arm, condition))
             if folds and mean is not None and low is not None and sd:  # folds share training images
                 low = mean - FoldVariance(sd, len(gains), folds).half_width(0.05)
             if mean is not None and (mean if low is None else low) <= 0:
-                bound = "" if low is None else f" (95% interval{' over folds' if folds else ''} from {100 * low:+.2f})"
-                gain = f"{100 * mean:+.2f} points{bound}".replace("-", "−")
+                bound = "" if low is None else f" (95% interval{' over folds' if folds else ''} from {score.difference(low)})"
+                gain = f"{score.difference(mean)}{score.points}{bound}"
                 out.append(f"{arm} at {condition.title}, {probe}: not shown to be better than an untrained model, {gain}")
     return out
 

@@ -68,7 +68,7 @@ def reliabilities(comparison: Comparison, records: Sequence[Record]) -> dict[str
     found = {}
     for arm, runs in runs_of_arms(comparison, records).items():
         diagrams = [r.reliability for r in runs if r.reliability and "ece" in (r.test or {})]
-        if diagrams:
+        if any(bin[0] for diagram in diagrams for bin in diagram):
             bins = []
             for parts in zip(*diagrams):
                 images = sum(n for n, _, _ in parts)

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from typing import Any
 
 from smallvit.verdicts.comparison import Comparison, Condition, Difference, Row
@@ -246,4 +247,4 @@ def svg(figure, name: str, label: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
     text = re.sub(f"(?<=: )({INK}|{FAINT}|{PAGE}|#0c0c[0-9a-f]{{2}})", lambda match: css(match[0]), text)
-    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)

@@ -79,7 +79,8 @@ def cells(row: Row, bold: bool, other: bool) -> list[str]:
     if d and d.low is not None and d.high is not None:
         difference += " " + latex(score.interval(d.low, d.high))
     name = row.arm + f" (by {row.score})" * other
-    return [latex(name), value, difference, latex(p_value(d and d.p_holm)), latex(row.verdict or row.role)]
+    name = "{}" * name.startswith(("[", "*")) + latex(name)  # otherwise LaTeX takes it for an option of the row above
+    return [name, value, difference, latex(p_value(d and d.p_holm)), latex(row.verdict or row.role)]
 
 
 def caption(comparison: Comparison) -> str:

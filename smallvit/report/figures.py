@@ -83,7 +83,8 @@ def by_macs(comparison: Comparison) -> str:
     """Plot the mean test score of each arm (variant) against its relative compute: its multiply-adds (MACs) divided by those
     of the baseline. Return the figure as SVG text.
 
-    Bars are 95% t intervals. The text is empty if no arm reduces tokens or if all arms need about equally many MACs.
+    Bars are 95% t intervals. The text is empty if no arm reduces tokens, or if all arms but the baseline need about
+    equally many MACs.
     """
     rows = {
         c: [r for r in comparison.at(c) if r.role != "reference" and r.values and r.budget["macs"]] for c in comparison.main

@@ -105,10 +105,12 @@ def multiply_adds(x: float, like: float | None = None) -> str:
 
 def excess(fraction: float) -> str:
     """Return the relative difference `fraction` of a cost from that of the baseline as text. Values below 1 are in
-    percent: 0.2 becomes `+20%`. Values from 1 on are a multiple: 2.0 becomes `3× baseline`. Infinity becomes `baseline: 0`.
+    percent: 0.2 becomes `+20%`. Values from 1 on are a multiple: 1.5 becomes `2.5× baseline`. Infinity becomes `baseline: 0`.
     """
+    if math.isinf(fraction):
+        return "baseline: 0"
     if fraction >= 1:
-        return "baseline: 0" if math.isinf(fraction) else f"{1 + fraction:,.0f}× baseline"
+        return f"{1 + fraction:,.{int(fraction < 9)}f}".removesuffix(".0") + "× baseline"
     return f"{fraction:+.0%}".replace("-", "−")
 
 

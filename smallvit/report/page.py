@@ -67,7 +67,7 @@ def markdown(
     if page["comparison"]:
         for heading, found in page["tables"].items():
             folded = heading.endswith(FOLDED)
-            parts += [f"<details>\n<summary>{heading}</summary>" if folded else f"## {heading}"]
+            parts += [f"<details>\n<summary>{entities.escape(heading)}</summary>" if folded else f"## {_md(heading)}"]
             parts += [part for table in found for part in (f"### {_md(table.title)}" * bool(table.title), _table(table))]
             parts += [_md(page["explained"][heading])] if heading in page["explained"] else []
             parts += ["</details>"] if folded else []
@@ -300,8 +300,7 @@ def sections(doc: str) -> tuple[str, list[tuple[str, str]]]:
 
 def _table(table: Table) -> str:
     """Return a `Table` as Markdown text. The remarks on a cell stand in brackets after the text of the cell."""
-    columns = table.columns if table.head == "Arm" else tuple(map(_md, table.columns))  # names of classes may need it
-    lines = [[table.head, *columns], ["-"] * (1 + len(columns))]
+    lines = [[table.head, *map(_md, table.columns)], ["-"] * (1 + len(table.columns))]
     for arm, cells in table.rows.items():
         lines.append([_md(arm), *(_md(text + f" ({'; '.join(remarks)})" * bool(remarks)) for text, remarks in cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -34,13 +34,14 @@ def option_names(paths: Iterable[str]) -> dict[str, str]:
 
 def changes(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[str]]:
     """Return a dict from the name of each arm (variant) to a list of the settings in which it differs from its baseline, such
-    as `tokenizer: PatchEmbed → ConvStem`. `records` are the results of the runs.
+    as `tokenizer: PatchEmbed → ConvStem`. `records` are the results of the runs. If an arm has another control than the
+    baseline, the differences are those from this control, which is named.
 
     The runs that are compared have the same condition (number of labelled images and training length) and the same seed. Tuned
     runs are left out if there are others, because each arm has its own tuned settings.
     """
     records = [r for r in records if r.tuning is None] or records
-    sources = initial_weights(records)
+    sources, group_of = initial_weights(records), {row.arm: row.group for row in comparison.rows}
     count: Counter[str] = Counter()
     found: dict[str, Counter[str]] = {}
     for r, base in with_baselines(comparison, records):
@@ -52,7 +53,8 @@ def changes(comparison: Comparison, records: Sequence[Record]) -> dict[str, list
                 texts = [sources.get(run.arm, text) for run, text in zip((base, r), texts)]
             if path == "model":  # the options of the baseline's model are no difference
                 texts[0] = texts[0].partition("(")[0]
-            lines[f"{path.removeprefix('model.')}: {' → '.join(texts)}"] += 1
+            control = f" (against {base.arm})" * (base.arm != group_of[r.arm])
+            lines[f"{path.removeprefix('model.')}: {' → '.join(texts)}{control}"] += 1
     return {
         arm: [line + f" (in {k} of {count[arm]} runs)" * (k < count[arm]) for line, k in lines.items()] or ["nothing"]
         for arm, lines in found.items()
@@ -103,7 +105,7 @@ def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[s
         path = next(iter(numbers), "")
         if len(changed) != 1 or not numbers or path.startswith(("init", "teacher")):
             continue
-        if comparison.arms.get(r.arm) != "technique":
+        if comparison.arms.get(r.arm) != "technique" or base.arm != baseline:  # an arm with another control is no such arm
             continue
         pairs = {path: numbers[path]}
         if base.tokens and r.tokens and base.tokens != r.tokens:

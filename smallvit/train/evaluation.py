@@ -46,7 +46,8 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, n
                 if not numbers and isinstance(value, PerImage):
                     values = packed(value, len(images), f"{title} reports {name}")
                 numbers[name] = float(value)
-                if declaration(evaluator).probe and re.fullmatch(rf"{title}(_\d+)?", name):
+                known = len(numbers) == 1 or not declaration(evaluator).lower_is_better  # which direction is better
+                if declaration(evaluator).probe and known and re.fullmatch(rf"{title}(_\d+)?", name):
                     probes[name] = None
         return numbers, values
 

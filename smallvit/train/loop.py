@@ -448,8 +448,16 @@ class Training:
             "processes": self.processes,
             "trace": self.trace.to_dict(self.model, self.ema_distance()),
             "init_weights": self.init_weights,
-            "tokens": self.model.layer_contexts(1, self.spec.size)[0].tokens if isinstance(self.model, ViT) else None,
-        } | self.footprint()
+        } | self.count_tokens() | self.footprint()
+
+    def count_tokens(self) -> dict:
+        """Return the number of tokens that enter the first block, and how many of them are patches, as a dict. The dict is
+        empty for a model that is not a `ViT`.
+        """
+        if not isinstance(self.model, ViT):
+            return {}
+        context = self.model.layer_contexts(1, self.spec.size)[0]
+        return {"tokens": context.tokens, "patches": context.patches}
 
     def ema_distance(self) -> float | None:
         """Return how far the evaluated weights, an exponential moving average (EMA), are from the last weights of the training:
