@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class Numerics(NamedTuple):
 
 DEFAULT = Numerics()
 ABSENT = object()  # in place of the value of an attribute that an object does not have itself
+# (id of a module, name of an attribute) -> who has set it, and the value; the first pair is the value before all of them
+VALUES: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
+LOCK = Lock()  # several threads may use the same model
 
 
 def check_numerics(numerics: Numerics, stack: int = 1):
@@ -114,7 +118,7 @@ class NumericsContext:
         chosen = numerics.kernel in ("explicit", "fused")
         self.attention: list[Any] = [m for m in objective.modules() if hasattr(m, "fused")] if chosen else []
         self.compiled = compiled_blocks(objective) if numerics.compiled else []
-        self.shortcuts: list[tuple[Any, str]] = []  # modules, and the attribute that makes each of them faster if it is True
+        self.shortcuts: list[tuple[Any, str, Any]] = []  # modules, and the attribute and value that make each of them faster
         if self.native:
             from smallvit.native import native_blocks, shortcuts
 
@@ -124,22 +128,23 @@ class NumericsContext:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context manager inside which the models use the chosen attention kernel and the compiled blocks. At the end, the
-        models are as before.
+        models are as before. If several contexts overlap, also in several threads, the one that was entered last counts.
         """
         changes = [(module, "fused", self.fused) for module in self.attention]
         changes += [(block, "_compiled_call_impl", compiled) for block, compiled in self.compiled]
-        changes += [(module, name, True) for module, name in self.shortcuts]
-        before = [vars(module).get(name, ABSENT) for module, name, _ in changes]
-        for module, name, value in changes:
-            vars(module)[name] = value
+        changes += self.shortcuts
+        user = object()
+        with LOCK:
+            for module, name, value in changes:
+                values = VALUES.setdefault((id(module), name), [(None, vars(module).get(name, ABSENT))])
+                values.append((user, value))
+                vars(module)[name] = value
         try:
             yield
         finally:
-            for (module, name, _), value in zip(changes, before):
-                if value is ABSENT:
-                    vars(module).pop(name, None)
-                else:
-                    vars(module)[name] = value
+            with LOCK:
+                for module, name, _ in changes:
+                    leave(module, name, user)
 
     def gradients_in_place(self, wanted: bool) -> AbstractContextManager:
         """Context manager for a forward pass. If `wanted`, and if the kernel is "native", the backward pass adds the gradients
@@ -150,6 +155,21 @@ class NumericsContext:
         from smallvit.native import gradients_in_place
 
         return gradients_in_place()
+
+
+def leave(module: "nn.Module", name: str, user: object):
+    """Undo the change of an attribute of a module by one `user`. The attribute gets the latest value of the other users, or the
+    value from before all of them.
+    """
+    values = [pair for pair in VALUES[id(module), name] if pair[0] is not user]
+    VALUES[id(module), name] = values
+    _, value = values[-1]
+    if value is ABSENT:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = value
+    if len(values) == 1:
+        del VALUES[id(module), name]
 
 
 @contextmanager

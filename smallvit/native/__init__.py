@@ -18,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import groupby
+from itertools import chain, groupby
+from operator import is_
 from pathlib import Path
 from threading import RLock, local
 from typing import Any, NamedTuple
@@ -28,31 +29,45 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks  # pyright: ignore[reportMissingImports]
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor, peek_interpreter_stack
 from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_modules
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
 from smallvit.attention import PlainAttention, logit_bias, mask_diagonal
 from smallvit.convolution import leading, transform
 from smallvit.pooling import ClassToken
 from smallvit.reduction.context import gather_tokens, reduce_tokens, runs_before_attention
-from smallvit.storage import cache_folder, write_atomic
+from smallvit.storage import cache_folder, locked, write_atomic, write_text
 from smallvit.tokenizers import PatchEmbed
-from smallvit.vit import Block, Blocks, GatedUnit, ViT, one_after_another
+from smallvit.vit import Block, Blocks, DropPath, GatedUnit, LayerScale, ViT, one_after_another
 
 SOURCE = Path(__file__).with_name("blocks.cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
 FOR_THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
+COMPILE_SECONDS = 300  # how long to wait for another process that compiles the kernel
 GROUP_ROWS = 256  # tokens of the images that go through all blocks together
 MOST_TOKENS_KEPT = 128  # with more tokens, the backward pass computes the insides of branches again, instead of keeping them
+MOST_TOKENS = 768  # with more tokens, PyTorch is faster, because it does not keep whole attention maps
 TOKENS_PER_THREAD = 2_048  # a further thread merges tokens only if there are so many more; starting it takes time
 MOST_PROBLEMS = 8  # descriptions of a call that are kept for the next one
+IDLE_LOANS = 8  # memory is given back if so many loans, times the number of free pieces, did not need it
 ATTENTION, MIDDLES = 0, {nn.GELU: 1, nn.ReLU: 2}  # the enum `Middle` of blocks.cpp
 GATED_MIDDLES = {F.silu: 3, F.gelu: 4}  # the same, for gated MLPs
 PRECISIONS = {"fp32": 0, "bf16": 1, "bf16 tiles": 2}  # the enum `Precision` of blocks.cpp
 HUGE_PAGE = 2**21  # bytes
 WEIGHTS = 7  # of a branch, as the enum `Weight` of blocks.cpp; the last one is the scale of the logits
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+VALUES: dict[type, tuple[str, ...]] = {  # what the forward functions of a block read, besides weights and other modules
+    Block: ("norm_first", "reduction"),
+    nn.LayerNorm: ("normalized_shape", "eps"),
+    nn.GELU: ("approximate",),
+    GatedUnit: ("act",),
+    LayerScale: ("factor",),
+}
 
 
 class NotAvailable(RuntimeError):
@@ -69,10 +84,8 @@ def library() -> ctypes.CDLL:
 
     The file lies in `code_folder()`; the environment variable CXX names another compiler.
 
-    Raises NotAvailable if there is no compiler, or if compilation fails.
+    Raises NotAvailable if there is no compiler, if compilation fails, or if another process compiles for very long.
     """
-    from filelock import FileLock
-
     folder = code_folder()
     try:
         compiler = find_compiler()
@@ -80,17 +93,27 @@ def library() -> ctypes.CDLL:
         target = run([*compiler, "-march=native", "-E", "-v", "-"], input="")  # what "native" means on this processor
         key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, *compiler, version, target, processor()]).encode())
         path = folder / f"blocks-{key.hexdigest()[:20]}.so"
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            if not path.exists():
+        with locked(path.with_suffix(".lock"), timeout=COMPILE_SECONDS):
+            if not is_whole(path):
                 compiled = compile_source(compiler)
                 write_atomic(path, lambda new: new.write_bytes(compiled))
+                write_text(path.with_suffix(".size"), str(len(compiled)))
         found = ctypes.CDLL(str(path))
     except (OSError, ValueError) as error:
         raise NotAvailable(f"the kernel could not be compiled or loaded in {folder}: {error}") from error
     for count in (found.blocks_kept_floats, found.blocks_scratch_floats, found.blocks_merge_floats):
         count.restype = ctypes.c_long
     return found
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a compiled library exists and has the size that lies beside it. A library that a full disk or the like has
+    cut off would end the process when it is loaded.
+    """
+    try:
+        return path.stat().st_size == int(path.with_suffix(".size").read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def find_compiler() -> list[str]:
@@ -211,16 +234,18 @@ class Pool:
     """Memory that is used again. The first use of each page of new memory takes time, as long as computing on it."""
 
     def __init__(self, most: int = 8):
-        self.free: list[Tensor] = []
-        self.most = most
+        self.free: dict[Tensor, int] = {}  # memory that nobody uses -> the number of loans when it came back
+        self.most, self.loans = most, 0
         self.lock = RLock()  # for several threads; a loan may also end in the middle of `lend`
 
     def lend(self, floats: int) -> "Loan":
-        """Return a `Loan` of at least so many floats."""
+        """Return a `Loan` of at least so many floats. Memory that was not needed for a while goes back to the system."""
         with self.lock:
+            self.loans += 1
             fitting = [memory for memory in self.free if floats <= memory.numel() <= 2 * floats]
             memory = min(fitting, key=Tensor.numel, default=None)
-            self.free = [other for other in self.free if other is not memory]
+            oldest = self.loans - IDLE_LOANS * self.most
+            self.free = {other: loan for other, loan in self.free.items() if other is not memory and loan >= oldest}
         return Loan(self, new_memory(floats) if memory is None else memory)
 
 
@@ -232,7 +257,8 @@ class Loan:
 
     def __del__(self):
         with self.pool.lock:
-            self.pool.free = [*self.pool.free, self.memory][-self.pool.most :]
+            free = [*self.pool.free.items(), (self.memory, self.pool.loans)]
+            self.pool.free = dict(free[-self.pool.most :])
 
 
 def new_memory(floats: int) -> Tensor:
@@ -241,12 +267,12 @@ def new_memory(floats: int) -> Tensor:
     """
     size = 4 * floats
     if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(floats)
+        return torch.empty(floats, dtype=torch.float32, device="cpu")
     with suppress(OSError):  # a system without such pages, or too little memory, which PyTorch then says
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.float32)
-    return torch.empty(floats)
+    return torch.empty(floats, dtype=torch.float32, device="cpu")
 
 
 POOL = Pool()
@@ -264,7 +290,8 @@ IN_PLACE = InPlace()
 @contextmanager
 def gradients_in_place() -> Iterator[None]:
     """Context manager for a forward pass. Its backward pass adds the gradients of weights to their existing `.grad` itself,
-    which saves time. So `torch.autograd.grad`, which expects gradients as results, must not be used after it.
+    which saves time. So `torch.autograd.grad`, which expects gradients as results, must not be used after it. Where the kernel
+    cannot add them, such as for weights with hooks, autograd does it: see `gradients_to_fill`.
     """
     before, IN_PLACE.on = IN_PLACE.on, True
     try:
@@ -280,24 +307,26 @@ class Call(NamedTuple):
     """What one forward pass hands to its backward pass, besides tensors that may need a gradient."""
 
     branches: "NativeBranches"
-    keep: list[Tensor | None]  # for each branch: a factor for each image (stochastic depth)
+    draws: list[bool]  # for each branch: whether random images skip it (stochastic depth)
     half: bool
     gradients: bool  # whether a backward pass may follow
     kept: list[Loan]  # what the forward pass leaves for it, one for each model
     keys: bool = False  # whether the keys of the last branch, an attention, are wanted too
     weights: Sequence[Tensor | None] = ()  # read by `NativeFunctionInPlace` only, which hides them from autograd
+    targets: Sequence[Tensor | None] = ()  # for it, too: the `.grad` of each weight
     stacked: bool = False  # whether the tensors have a leading axis: models with weights of their own
 
 
-def compute(call: Call, x: Tensor, bias: Tensor, weights: Sequence[Tensor | None]) -> Any:
+def compute(call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, weights: Sequence[Tensor | None]) -> Any:
     """Return the output of the branches for tokens `x`, and keep what a backward pass needs in `call.kept`. If `call.keys`,
-    return also the mean over heads of the keys of the last branch.
+    return also the mean over heads of the keys of the last branch. For `keep`, see `NativeBranches.kept_images`.
     """
-    x = x.contiguous()
+    x, keep = in_memory(x), None if keep is None else keep.contiguous()
     out = torch.empty_like(x)
     keys = x.new_empty(*x.shape[:-1], call.branches.key_width) if call.keys else None
     for index, (tokens, result) in enumerate(zip(x, out) if call.stacked else [(x, out)]):
-        problem = call.branches.problem(call, tokens, member(bias, call, index), [member(w, call, index) for w in weights])
+        own = [member(w, call, index) for w in weights]
+        problem = call.branches.problem(call, tokens, member(bias, call, index), member(keep, call, index), own)
         kept = POOL.lend(library().blocks_kept_floats(problem)) if call.gradients else None
         scratch = POOL.lend(library().blocks_scratch_floats(problem, call.gradients, 0))
         to_keys = pointer(member(keys, call, index))
@@ -308,28 +337,53 @@ def compute(call: Call, x: Tensor, bias: Tensor, weights: Sequence[Tensor | None
 
 
 def compute_backward(
-    call: Call, x: Tensor, bias: Tensor, d_out: Tensor, weights: Sequence[Tensor | None], targets: Sequence[Tensor | None]
-) -> Tensor:
+    call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, d_out: Tensor, weights: Sequence[Tensor | None],
+    targets: Sequence[Tensor | None],
+) -> Tensor:  # fmt: skip
     """Return the gradient of the tokens `x`, from the gradient `d_out` of the output. The gradients of `weights` are added to
     the tensors in `targets`.
+
+    Raises RuntimeError if a second derivative may follow, and if PyTorch asks for several gradients at once.
     """
     if torch.is_grad_enabled():  # with create_graph=True; a result without a graph would count as a constant
         raise RuntimeError("the native kernel has no second derivative; use --numerics kernel=rule, or leave native_kernel()")
-    x, d_x = x.contiguous(), d_out.clone(memory_format=torch.contiguous_format)
+    if is_functorch_wrapped_tensor(d_out) or is_legacy_batchedtensor(d_out):
+        raise RuntimeError(
+            "the native kernel computes one gradient at a time, and got several (is_grads_batched=True, or a jacobian with "
+            "vectorize=True); ask for them one after another, or leave native_kernel()"
+        )
+    x, keep = in_memory(x), None if keep is None else keep.contiguous()
+    d_x = d_out.clone(memory_format=torch.contiguous_format)
     for index, (tokens, d) in enumerate(zip(x, d_x) if call.stacked else [(x, d_x)]):
         own = [[member(t, call, index) for t in tensors] for tensors in (weights, targets)]
-        problem = call.branches.problem(call, tokens, member(bias, call, index), *own)
+        problem = call.branches.problem(call, tokens, member(bias, call, index), member(keep, call, index), *own)
         scratch = POOL.lend(library().blocks_scratch_floats(problem, 1, 1))
         library().blocks_backward(problem, pointer(tokens), pointer(d), call.kept[index].pointer, scratch.pointer)
     return d_x
+
+
+def compute_backward_in_place(
+    call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, d_out: Tensor, weights: Sequence[Any], targets: Sequence[Any]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Like `compute_backward`, for `targets` that were the `.grad` of the weights in the forward pass. Return also a list
+    with the gradients that autograd must add: those of weights that have another `.grad` or a hook since then. The others are
+    None.
+    """
+    changed = [
+        t is not None and not (w.grad is t and w.requires_grad and not w._backward_hooks and not w._post_accumulate_grad_hooks)
+        for w, t in zip(weights, targets)
+    ]
+    added: list[Tensor | None] = new_gradients(weights, changed) if any(changed) else [None] * len(changed)
+    own = [gradient if other else target for gradient, other, target in zip(added, changed, targets)]
+    return compute_backward(call, x, bias, keep, d_out, weights, own), added
 
 
 class NativeFunction(torch.autograd.Function):
     """The blocks as one operation of autograd. Under `torch.vmap` it computes one model after another."""
 
     @staticmethod
-    def forward(call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> Any:
-        return compute(call, x, bias, weights)
+    def forward(call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, *weights: Tensor | None) -> Any:
+        return compute(call, x, bias, keep, weights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any):
@@ -337,19 +391,21 @@ class NativeFunction(torch.autograd.Function):
         if call.keys:
             ctx.mark_non_differentiable(output[1])
         ctx.call = call
-        ctx.in_place = IN_PLACE.on and have_gradients(tensors[2:])
+        ctx.targets = gradients_to_fill(tensors[3:]) if IN_PLACE.on else None
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        call, (x, bias, *weights) = ctx.call, ctx.saved_tensors
-        targets = existing_gradients(weights) if ctx.in_place else new_gradients(weights, ctx.needs_input_grad[3:])
-        d_x = compute_backward(call, x, bias, d_out, weights, targets)
-        return None, d_x, None, *([None] * len(weights) if ctx.in_place else targets)
+        call, (x, bias, keep, *weights) = ctx.call, ctx.saved_tensors
+        if ctx.targets is not None:
+            d_x, targets = compute_backward_in_place(call, x, bias, keep, d_out, weights, ctx.targets)
+            return None, d_x, None, None, *targets
+        targets = new_gradients(weights, ctx.needs_input_grad[4:])
+        return None, compute_backward(call, x, bias, keep, d_out, weights, targets), None, None, *targets
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, call: Call, x: Tensor, bias: Tensor, *weights: Tensor | None) -> tuple[Any, Any]:
-        tensors = models_first((x, bias, *weights), in_dims[1:], info.batch_size)
+    def vmap(info: Any, in_dims: tuple, call: Call, *tensors: Tensor | None) -> tuple[Any, Any]:
+        tensors = tuple(models_first(tensors, in_dims[1:], info.batch_size))
         return NativeFunction.apply(call._replace(stacked=True), *tensors), (0, 0) if call.keys else 0
 
 
@@ -363,18 +419,29 @@ class NativeFunctionInPlace(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, bias: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.call = call
-        ctx.save_for_backward(x, bias)
-        output = compute(call, x, bias, call.weights)
+    def forward(ctx: Any, call: Call, x: Tensor, bias: Tensor, keep: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.call, ctx.versions = call, versions(call.weights)
+        ctx.save_for_backward(x, bias, keep)
+        output = compute(call, x, bias, keep, call.weights)
         if call.keys:
             ctx.mark_non_differentiable(output[1])
         return output
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        call, (x, bias) = ctx.call, ctx.saved_tensors
-        return None, compute_backward(call, x, bias, d_out, call.weights, existing_gradients(call.weights)), None
+        call, (x, bias, keep) = ctx.call, ctx.saved_tensors
+        if versions(call.weights) != ctx.versions:
+            raise RuntimeError(
+                "a weight of the native blocks was changed in place between the forward and the backward pass, which needs the "
+                "old value; change weights after the backward pass"
+            )
+        d_x, gradients = compute_backward_in_place(call, x, bias, keep, d_out, call.weights, call.targets)
+        for weight, gradient in zip(call.weights, gradients):
+            # autograd, too, drops the gradient of a weight that needs none any more
+            if weight is not None and gradient is not None and weight.requires_grad:
+                with torch.enable_grad():
+                    weight.view_as(weight).backward(gradient)
+        return None, d_x, None, None
 
 
 class NativeMerge(torch.autograd.Function):
@@ -419,8 +486,8 @@ def merge_tokens(reduction: Any, x: Tensor, size: Tensor | None, keys: Tensor) -
 
     Raises ValueError if the module merges more than half of its patches.
     """
-    (images, n, width), x, keys = x.shape, x.contiguous(), keys.contiguous()
-    size = None if size is None else size.contiguous()
+    (images, n, width), x, keys = x.shape, in_memory(x), in_memory(keys)
+    size = None if size is None else in_memory(size)
     pairs, prefix = reduction.count(n), reduction.prefix
     if prefix < 0 or not 0 <= 2 * pairs <= n - prefix:
         raise ValueError(
@@ -436,14 +503,31 @@ def merge_tokens(reduction: Any, x: Tensor, size: Tensor | None, keys: Tensor) -
     return out, new_size, place, share
 
 
-def existing_gradients(weights: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the `.grad` of each weight that needs a gradient, and None for the others."""
+def gradients_to_fill(weights: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """Return the `.grad` of each weight that needs a gradient, and None for the others.
+
+    The result is None instead of a list if the kernel cannot add to each `.grad`, so that autograd must do it: one is missing,
+    is not contiguous or has another number format, a weight is computed from others, a weight has a hook, or saved tensors have
+    hooks.
+    """
+    if saved_tensors_hooks(False) is not None:
+        return None
+    needing: list[Any] = [weight for weight in weights if weight is not None and weight.requires_grad]
+    if not all([w.is_leaf and not w._backward_hooks and not w._post_accumulate_grad_hooks for w in needing]):
+        return None
+    if not all([(g := w.grad) is not None and g.dtype == torch.float32 and g.is_contiguous() for w in needing]):
+        return None
     return [weight.grad if weight is not None and weight.requires_grad else None for weight in weights]
 
 
-def have_gradients(weights: Sequence[Tensor | None]) -> bool:
-    """Return whether all weights that need a gradient have one already, to which more can be added."""
-    return all(weight is None or not weight.requires_grad or weight.grad is not None for weight in weights)
+def versions(weights: Sequence[Tensor | None]) -> list[int | None]:
+    """Return how often PyTorch has changed each weight in place."""
+    return [None if weight is None else weight._version for weight in weights]
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor whose values lie in memory one after another. In one with the negative bit, PyTorch would negate them."""
+    return tensor.contiguous().resolve_neg()
 
 
 def member(tensor: Any, call: Call, index: int) -> Any:
@@ -454,9 +538,9 @@ def member(tensor: Any, call: Call, index: int) -> Any:
 def new_gradients(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
     """Return a tensor of zeros for each weight that needs a gradient, all in one piece of memory, and None for the others."""
     sizes = [weight.numel() if need and weight is not None else 0 for weight, need in zip(weights, needed)]
-    pieces = torch.zeros(sum(sizes)).split(sizes)
-    triples = zip(pieces, weights, sizes)
-    return [piece.view(weight.shape) if weight is not None and size else None for piece, weight, size in triples]
+    pieces = torch.zeros(sum(sizes), dtype=torch.float32, device="cpu").split(sizes)
+    triples = zip(pieces, weights, needed)
+    return [piece.view(weight.shape) if weight is not None and need else None for piece, weight, need in triples]
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
@@ -473,6 +557,7 @@ class NativeBranches:
     def __init__(self, branches: Sequence[tuple[Block, bool]]):
         self.branches = (Branch * len(branches))()
         self.weights: list[tuple[dict, str]] = []  # where the weights are, in the order of the enum `Weight` of blocks.cpp
+        self.shapes: list[tuple[int, ...]] = []  # of the weights, as the kernel needs them
         for (block, is_attention), branch in zip(branches, self.branches):
             (self.describe_attention if is_attention else self.describe_mlp)(block, branch)
         self.drop_path: list[Any] = [(block.branch1 if is_attention else block.branch2)[-1] for block, is_attention in branches]
@@ -483,18 +568,23 @@ class NativeBranches:
         """Fill in what C++ needs to know about the attention of a block."""
         attention = block.attention
         branch.middle, branch.heads, branch.epsilon = ATTENTION, attention.heads, block.norm1.eps
-        branch.inner, branch.outer = attention.qkv.out_features, attention.proj.in_features
+        branch.outer = attention.proj.in_features
+        branch.inner = 3 * branch.outer
         scale: Any = plain_attention(attention).scale  # pyright: ignore[reportOptionalMemberAccess]
-        where = (attention._parameters, scale) if isinstance(scale, str) else ({"": torch.full((attention.heads,), scale)}, "")
+        constant = None if isinstance(scale, str) else torch.full((branch.heads,), scale, dtype=torch.float32, device="cpu")
+        where = (attention._parameters, scale) if constant is None else ({"": constant}, "")
         self.weights += [*addresses(block.norm1), *addresses(attention.qkv), *addresses(attention.proj), where]
+        self.shapes += weight_shapes(block, branch.inner, branch.outer, branch.heads)
 
     def describe_mlp(self, block: Any, branch: Branch):
         """Fill in what C++ needs to know about the MLP of a block."""
         first, activation, _, second = block.mlp
         branch.middle, branch.heads, branch.epsilon = middle_of(activation), 1, block.norm2.eps
         branch.hidden, branch.outer = second.in_features, -(-second.in_features // 16) * 16
-        branch.inner = branch.outer * (2 if type(activation) is GatedUnit else 1)
-        self.weights += [*addresses(block.norm2), *addresses(first), *addresses(second), ({}, "")]
+        maps = 2 if type(activation) is GatedUnit else 1
+        branch.inner = maps * branch.outer
+        self.weights += [*addresses(block.norm2), *addresses(first), *addresses(second), ({"": None}, "")]
+        self.shapes += weight_shapes(block, maps * branch.hidden, branch.hidden, branch.heads)
 
     def __call__(
         self, x: Tensor, bias: Tensor, weights: Sequence[Tensor | None], half: bool, keys: bool
@@ -502,26 +592,29 @@ class NativeBranches:
         """Return the tokens after these branches, and the mean over heads of the keys of the last one, (b, n, e), if `keys`,
         otherwise None. `bias` is what is added to the attention logits, and `half` says whether to multiply in bf16.
         """
-        call = Call(self, self.kept_images(x), half, torch.is_grad_enabled(), [], keys, weights)
+        draws = [drop_path.training and drop_path.rate > 0 for drop_path in self.drop_path]
+        keep = self.kept_images(x, draws)
+        call = Call(self, draws, half, torch.is_grad_enabled(), [], keys, weights)
         plain = peek_interpreter_stack() is None  # not under `torch.vmap`
         if plain and not call.gradients:
-            out = compute(call, x, bias, weights)
-        elif plain and IN_PLACE.on and x.requires_grad and have_gradients(weights):
-            out = NativeFunctionInPlace.apply(call, x, bias)
+            out = compute(call, x, bias, keep, weights)
+        elif plain and IN_PLACE.on and x.requires_grad and (targets := gradients_to_fill(weights)) is not None:
+            out = NativeFunctionInPlace.apply(call._replace(targets=targets), x, bias, keep)
         else:
-            out = NativeFunction.apply(call, x, bias, *weights)
+            out = NativeFunction.apply(call, x, bias, keep, *weights)
         return out if keys else (out, None)  # pyright: ignore[reportReturnType]
 
-    def kept_images(self, x: Tensor) -> list[Tensor | None]:
-        """Return the factor of each image for each branch, or None for a branch without stochastic depth. The numbers are drawn
-        as in `smallvit.vit.DropPath`.
+    def kept_images(self, x: Tensor, draws: Sequence[bool]) -> Tensor | None:
+        """Return the factor of each image for each branch that images skip, (branches, b), or None without such branches.
+        `draws` says for each branch whether images skip it. The numbers are drawn as in `smallvit.vit.DropPath`.
         """
-        drawn = [drop_path.training and drop_path.rate > 0 for drop_path in self.drop_path]
-        ones = x.new_ones(len(x), 1, 1) if any(drawn) else x
-        return [drop_path(ones).flatten() if draws else None for drop_path, draws in zip(self.drop_path, drawn)]
+        if not any(draws):
+            return None
+        ones = x.new_ones(len(x), 1, 1)
+        return torch.stack([drop_path(ones).flatten() for drop_path, drawn in zip(self.drop_path, draws) if drawn])
 
     def problem(
-        self, call: Call, x: Tensor, bias: Tensor, weights: Sequence, gradients: Sequence | None = None
+        self, call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, weights: Sequence, gradients: Sequence | None = None
     ) -> Any:
         """Return a reference to the `Problem` for C++. `x` (b, n, d) are the tokens of one model, `gradients` the tensors to
         which the gradients of `weights` are added. The last few problems are kept, because most steps repeat them.
@@ -529,24 +622,62 @@ class NativeBranches:
         threads, pointers = torch.get_num_threads(), [0 if w is None else w.data_ptr() for w in weights]
         targets = pointers if gradients is None else [0 if g is None else g.data_ptr() for g in gradients]
         key = (x.shape, bias.shape, bias.data_ptr(), call.half, threads, *pointers, *targets)
-        repeats = call.keep.count(None) == len(call.keep)  # without stochastic depth
-        if repeats and (found := self.problems.get(key)):
+        if keep is None and (found := self.problems.get(key)):
             return found
         (images, tokens, width), branches = x.shape, type(self.branches).from_buffer_copy(self.branches)
         strides = [stride if length > 1 else 0 for stride, length in zip(bias.stride(), bias.shape[:2])]
-        for index, (branch, keep) in enumerate(zip(branches, call.keep)):
+        kept = iter(() if keep is None else keep)
+        for index, (branch, drawn) in enumerate(zip(branches, call.draws)):
             own = slice(index * WEIGHTS, (index + 1) * WEIGHTS)
             branch.weight[:], branch.gradient[:] = pointers[own], targets[own]
-            branch.keep = 0 if keep is None else keep.data_ptr()
+            branch.keep = next(kept).data_ptr() if drawn else 0
             branch.logit_bias = bias.data_ptr()
             branch.bias_image, branch.bias_head, branch.bias_key = *strides, bias.stride(2)
         group = max(1, min(images, GROUP_ROWS // tokens))
         precision = PRECISIONS["fp32" if not call.half else "bf16 tiles" if has_tiles() else "bf16"]
         again = tokens > MOST_TOKENS_KEPT or precision == PRECISIONS["bf16 tiles"]  # products take less time than memory
+        threads = min(threads, -(-images // group))
         problem = ctypes.byref(Problem(images, tokens, width, len(branches), group, threads, precision, again, branches))
-        if repeats:
+        if keep is None:
             self.problems = dict([*self.problems.items()][-MOST_PROBLEMS + 1 :]) | {key: problem}
         return problem
+
+
+class Structure:
+    """The modules of some blocks, and the values that decide what they compute, apart from weights. It says whether they are
+    still the same: modules may be exchanged at any time.
+    """
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.modules: list[Any] = [module for block in blocks for module in block.modules()]
+        self.attentions: list[Any] = [block.attention for block in blocks]
+        self.attributes = [vars(module) for module in self.modules]
+        self.parts = [module._modules for module in self.modules if module._modules]
+        self.values = [(vars(module), name) for module in self.modules for name in VALUES.get(type(module), ())]
+        self.values += [(vars(each), name) for each in self.attentions for name in vars(each) if is_option(name)]
+        self.hooks = [getattr(module, kind) for module in self.modules for kind in HOOKS]  # PyTorch adds hooks to these dicts
+        self.first = self.now()
+
+    def now(self) -> list[Any]:
+        """Return the classes of all modules, the values that they read, and their parts, in one list."""
+        values = [attributes.get(name, "missing") for attributes, name in self.values]
+        return [*map(type, self.modules), *values, *chain.from_iterable([parts.values() for parts in self.parts])]
+
+    def reason_against(self) -> str | None:
+        """Return why PyTorch must compute these blocks in this call, or None if it need not."""
+        if torch_modules._has_any_global_hook() or any(self.hooks):
+            return "a module has a hook"
+        if any(["forward" in attributes for attributes in self.attributes]):
+            return "a module has a forward function of its own"
+        now = self.now()
+        if len(now) != len(self.first) or not all(map(is_, now, self.first)):
+            return "a part of a block has been exchanged, or one of its options has been changed"
+        return None
+
+
+def is_option(name: str) -> bool:
+    """Return whether an attribute of an attention, by its name, decides what it computes, and is not read in each call."""
+    return not name.startswith("_") and name not in ("training", "dropout", "fused")
 
 
 class NativeBlocks:
@@ -562,12 +693,9 @@ class NativeBlocks:
     """
 
     def __init__(self, blocks: Sequence[Block]):
-        self.blocks = list(blocks)
-        self.modules: list[Any] = [module for block in blocks for module in block.modules()]
-        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        self.hooks = [getattr(module, kind) for module in self.modules for kind in hooks]  # PyTorch adds hooks to these dicts
-        self.dropouts = [module for module in self.modules if isinstance(module, nn.Dropout)]
-        self.attentions: list[Any] = [block.attention for block in blocks]
+        self.blocks, self.structure = list(blocks), Structure(blocks)
+        self.dropouts = [module for module in self.structure.modules if isinstance(module, nn.Dropout)]
+        self.attentions = self.structure.attentions
         self.width = blocks[0].norm1.normalized_shape[0]
         self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
         self.biases: dict[int, Tensor] = {}  # by number of tokens
@@ -583,24 +711,29 @@ class NativeBlocks:
         kinds = [branch.middle == ATTENTION for branches, _ in self.parts for branch in branches.branches]
         # biases of linear maps may be missing, and an MLP has no scale of logits
         self.needed = [need for attends in kinds for need in (True, True, True, False, True, False, attends)]
+        self.shapes = [shape for branches, _ in self.parts for shape in branches.shapes]
         POOL.most = max(POOL.most, 2 * len(self.parts) + 4)  # each part needs memory of its own size
 
     def __call__(
         self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
     ) -> tuple:
-        half = torch.is_autocast_enabled("cpu")
-        weights = [[module.get(name) for module, name in branches.weights] for branches, _ in self.parts]
-        if self.fallback(x, size, mask, [weight for own in weights for weight in own], half):
+        half, weights = torch.is_autocast_enabled("cpu"), self.weights()
+        if self.fallback(x, size, mask, weights, half):
             return one_after_another(self.blocks, x, size, mask, places)
-        for (branches, reduction), own in zip(self.parts, weights):
+        for branches, reduction in self.parts:
+            own, weights = weights[: len(branches.weights)], weights[len(branches.weights) :]
             x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduction is not None)
             if reduction is not None:
                 x, size, places = self.reduce(reduction, x, size, places, keys)
         return (x, size) if places is None else (x, size, places)
 
+    def weights(self) -> list[Any]:
+        """Return the weights of all branches as they are now, in the order of the enum `Weight` of blocks.cpp."""
+        return [module.get(name, "missing") for branches, _ in self.parts for module, name in branches.weights]
+
     def reduce(self, reduction: Any, x: Tensor, size: Tensor | None, places: Any, keys: Any) -> tuple:
         """Return the tokens, their sizes and their places after a reduction by the keys of the attention before it."""
-        compiled = vars(type(reduction)).get("merges_best_pairs") and "forward" not in vars(reduction) and places is None
+        compiled = vars(type(reduction)).get("merges_best_pairs") and places is None
         if not compiled or (size is not None and (size.dtype != torch.float32 or size.requires_grad)):
             return reduce_tokens(reduction, x, size, places, lambda: keys)
         if not reduction.count(x.shape[1]):
@@ -615,40 +748,52 @@ class NativeBlocks:
         """Return why PyTorch must compute this call, or None if the kernel can.
 
         The reasons: tokens or weights that are not 32-bit floats on the CPU, shapes that do not fit (PyTorch then raises its
-        own error), a missing weight, another number format than bf16 or a processor without it, hooks, dropout, sizes that need
-        a gradient, no images at all, a reduction that has been exchanged, merging with a mask or with stochastic depth,
-        transforms of PyTorch other than one `torch.vmap`, and tools of PyTorch that watch each operation or record a graph.
+        own error), more tokens than `MOST_TOKENS`, a missing weight, another number format than bf16 or a processor without it,
+        dropout, hooks, modules that have been exchanged or have their own forward function, sizes that need a gradient, no
+        images at all, merging with a mask or with stochastic depth, transforms of PyTorch other than one `torch.vmap`, and
+        tools of PyTorch that watch each operation or record a graph.
         """
+        if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None or has_function_mode():
+            return "PyTorch records or watches its operations"
         if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
             return "the tokens are not 32-bit floats on the CPU"
         if x.ndim != 3 or x.shape[2] != self.width or (size is not None and size.shape != x.shape[:2]):
             return "the tokens or their sizes have another shape than (images, tokens, width) or (images, tokens)"
+        if x.shape[1] > MOST_TOKENS:
+            return "PyTorch is faster for so many tokens"
         if mask is not None and not self.fits(mask, x):
             return "the mask has another shape than the attention map"
-        if any(w is None and needed for w, needed in zip(weights, self.needed)):
-            return "a weight is missing"
-        if any(w is not None and (w.dtype != torch.float32 or not w.is_contiguous()) for w in weights):
-            return "the weights are not 32-bit floats, one after another"
+        if transform() == "other":
+            return "PyTorch transforms its operations by something else than one torch.vmap"
+        if reason := self.structure.reason_against():
+            return reason
+        if reason := self.reason_against_weights(weights):
+            return reason
         if half and (torch.get_autocast_dtype("cpu") != torch.bfloat16 or not library().blocks_has_bf16()):
             return "this processor does not multiply in bf16"
         if size is not None and size.requires_grad:
             return "the sizes need a gradient"
-        if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None:
-            return "PyTorch records or watches its operations"
-        if transform() == "other":
-            return "PyTorch transforms its operations by something else than one torch.vmap"
-        if torch_modules._has_any_global_hook() or any(self.hooks):
-            return "a module has a hook"
         if any(module.training and module.p for module in self.dropouts):
             return "there is dropout"
         if any(attention.training and attention.dropout for attention in self.attentions):
             return "there is dropout of the attention map"
-        if [block.reduction for block in self.blocks if block.reduction is not None] != [each for _, each in self.parts[:-1]]:
-            return "a reduction has been exchanged"
         if len(self.parts) > 1 and mask is not None:
             return "a mask cannot follow merged tokens"
         if any(each.training and each.rate for branches, _ in self.parts[:-1] for each in branches.drop_path):
             return "an image that skips the attention has no keys by which tokens could be merged"
+        return None
+
+    def reason_against_weights(self, weights: Sequence[Any]) -> str | None:
+        """Return why the kernel cannot compute with these weights, or None if it can."""
+        if any([weight is None and needed for weight, needed in zip(weights, self.needed)]):
+            return "a weight is missing"
+        given = [weight for weight in weights if weight is not None]
+        if not {*map(type, given)} <= {nn.Parameter, Tensor}:
+            return "a weight is no plain tensor"
+        if not all([w.dtype == torch.float32 and w.is_cpu and w.is_contiguous() and not w.is_neg() for w in given]):
+            return "the weights are not 32-bit floats on the CPU, one after another"
+        if [w.shape for w in given] != [shape for weight, shape in zip(weights, self.shapes) if weight is not None]:
+            return "a weight has another shape than in the blocks at first"
         return None
 
     def fits(self, mask: Tensor, x: Tensor) -> bool:
@@ -671,7 +816,7 @@ class NativeBlocks:
         if self.masks_self:
             mask = mask_diagonal(n, size, mask, x.device)
         bias = logit_bias(None if size is None else size.detach(), mask)
-        bias = torch.zeros(n) if bias is None else bias
+        bias = torch.zeros(n, dtype=torch.float32, device="cpu") if bias is None else bias
         bias = bias.reshape(*[1] * (4 - bias.ndim), *bias.shape).float()
         if bias.shape[-1] == 1:
             bias = bias.expand(*bias.shape[:-1], n)
@@ -680,7 +825,7 @@ class NativeBlocks:
         else:
             bias = F.pad(bias.transpose(2, 3), (0, -n % library().blocks_lanes())).contiguous()
         if plain and not bias.is_inference() and not is_functorch_wrapped_tensor(bias):  # those are of no use in a later call
-            self.biases[n] = bias
+            self.biases = dict([*self.biases.items()][-MOST_PROBLEMS + 1 :]) | {n: bias}
         return bias
 
 
@@ -689,33 +834,56 @@ def addresses(module: nn.Module) -> list[tuple[dict, str]]:
     return [(module._parameters, name) for name in ("weight", "bias")]
 
 
+def weight_shapes(block: Any, inner: int, outer: int, heads: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the weights of a branch, in the order of the enum `Weight` of blocks.cpp."""
+    width: Any = block.norm1.normalized_shape[0]
+    return [(width,), (width,), (inner, width), (inner,), (width, outer), (width,), (heads,)]
+
+
+def has_function_mode() -> bool:
+    """Return whether a tool of PyTorch, a `TorchFunctionMode`, watches each function. A default device is no such tool."""
+    return torch._C._len_torch_function_stack() > 0 and any(type(mode) is not DeviceContext for mode in function_modes())
+
+
 def reason_against_block(block: Any) -> str | None:
     """Return why the kernel cannot compute a block, as text, or None if it can."""
     if type(block) is not Block:
         return f"{type(block).__name__} is another kind of block"
     attention: Any = block.attention
-    parts = [block.norm1, block.norm2, getattr(attention, "qkv", None), getattr(attention, "proj", None), *block.mlp[::3]]
     if getattr(attention, "position", None) is not None:
         return f"its attention has positions ({type(attention.position).__name__})"
-    if plain_attention(attention) is None:
+    normalizes = any(type(getattr(attention, name, None)) not in (nn.Identity, type(None)) for name in ("q_norm", "k_norm"))
+    if plain_attention(attention) is None or normalizes:
         return f"{type(attention).__name__} computes its logits in another way"
+    if kinds_of(block.mlp)[2::2] != [nn.Dropout] or len(block.mlp) != 4:
+        return "its MLP has other parts than a linear map, an activation, dropout and a linear map"
+    norms = [block.norm1, block.norm2]
+    parts = [*norms, getattr(attention, "qkv", None), getattr(attention, "proj", None), *block.mlp[::3]]
     if [type(part) for part in parts] != [nn.LayerNorm] * 2 + [nn.Linear] * 4:
         return "a norm or a linear map has been replaced"
-    if any(norm.weight is None or norm.bias is None for norm in (block.norm1, block.norm2)):
-        return "a norm has no weight or no bias"
+    if any(norm.weight is None or norm.bias is None or len(norm.normalized_shape) != 1 for norm in norms):
+        return "a norm has no weight or no bias, or normalizes more than one axis"
     if not block.norm_first:
         return "its norms follow the branches"
     alone = block.reduction is None or vars(type(block.reduction)).get("needs_keys_alone")
     if not alone or runs_before_attention(block.reduction):
         return f"{type(block.reduction).__name__} does not say that the keys of the attention are all that it needs"
-    if block.branch1[1].factor is not None:
+    branches: list[Any] = [block.branch1, block.branch2]
+    if any(kinds_of(branch) != [nn.Dropout, LayerScale, DropPath] for branch in branches):
+        return "a branch has other parts than dropout, LayerScale and stochastic depth"
+    if any(branch[1].factor is not None for branch in branches):
         return "it has a LayerScale"
     width: Any = block.norm1.normalized_shape[0]
-    if any(each % 16 for each in (width, attention.proj.in_features // attention.heads)):
+    if width % 16 or attention.proj.in_features % (16 * attention.heads):
         return "the width of the tokens or of a head is not a multiple of 16"
     if middle_of(block.mlp[1]) is None:
         return f"{block.mlp[1]} is another activation"
     return None
+
+
+def kinds_of(sequence: Any) -> list[type]:
+    """Return the classes of the modules that an `nn.Sequential` calls, or an empty list for another module."""
+    return [*map(type, sequence._modules.values())] if type(sequence) is nn.Sequential else []
 
 
 def middle_of(activation: Any) -> int | None:
@@ -751,18 +919,52 @@ def native_blocks(objective: nn.Module) -> list[tuple[Any, Any]]:
         return []
     pairs = []
     for blocks in found:
+        if type(blocks) is not Blocks:
+            note(f"PyTorch computes {len(blocks)} of {len(blocks)} blocks: {type(blocks).__name__} is another kind of list")
+            continue
         for reason, count in Counter(filter(None, map(reason_against_block, blocks))).items():
             note(f"PyTorch computes {count} of {len(blocks)} blocks: {reason}")
-        runs = [(key[0], list(run)) for key, run in groupby(blocks, kind)]
+        runs: list[Any] = [(key[0], list(run)) for key, run in groupby(blocks, kind)]
         if any(first is not None for first, _ in runs):
             parts = [part for first, run in runs for part in (run if first is None else [NativeBlocks(run)])]
-            pairs.append((blocks, functools.partial(one_after_another, parts)))
+            pairs.append((blocks, functools.partial(call_parts, parts, blocks, [*blocks])))
     return pairs
 
 
-def shortcuts(objective: nn.Module) -> list[tuple[Any, str]]:
-    """Return pairs of a module inside a training objective and the name of an attribute. If the attribute is True, the module
-    computes the same function in less time. Nothing is returned if the kernel cannot be used on this machine.
+def call_parts(parts: Sequence[Any], blocks: Any, members: list[nn.Module], *inputs: Any, **options: Any) -> tuple:
+    """Call the parts of a list of blocks one after another. If the list has other blocks than `members`, or hooks, or a forward
+    function of its own, call the list itself.
+    """
+    if torch.compiler.is_compiling() or not is_as_made(blocks, Blocks) or [*blocks._modules.values()] != members:
+        return blocks._call_impl(*inputs, **options)
+    return one_after_another(parts, *inputs, **options)
+
+
+def is_as_made(module: Any, kind: type) -> bool:
+    """Return whether calling a module computes what its class `kind` says, and nobody else takes part in the call by a hook."""
+    own = vars(module)
+    hooked = torch_modules._has_any_global_hook() or any(own[hooks] for hooks in HOOKS)
+    return type(module) is kind and "forward" not in own and not hooked
+
+
+class Shortcut:
+    """The value of an attribute that makes a module compute the same function in less time if it is True. It is as good as True
+    while `allowed()` is True. A copy of it, also by pickle, is False, because copies of a model do not use the kernel.
+    """
+
+    def __init__(self, allowed: Callable[[], bool]):
+        self.allowed = allowed
+
+    def __bool__(self) -> bool:
+        return not torch.compiler.is_compiling() and self.allowed()
+
+    def __reduce__(self) -> tuple:
+        return bool, (False,)
+
+
+def shortcuts(objective: nn.Module) -> list[tuple[Any, str, Shortcut]]:
+    """Return triples: a module inside a training objective, the name of an attribute, and the value that makes the module
+    compute the same function in less time. Nothing is returned if the kernel cannot be used on this machine.
 
     A tokenizer computes its convolution as a matrix product. A ViT that uses only the class token of its last block normalizes
     only this token.
@@ -770,10 +972,19 @@ def shortcuts(objective: nn.Module) -> list[tuple[Any, str]]:
     if reason_against():
         return []
     modules: list[Any] = [*objective.modules()]
-    tokenizers = [m for m in modules if type(m) is PatchEmbed and m.can_be_linear and not m.linear]
-    models = [m for m in modules if isinstance(m, ViT) and type(m).tokens is ViT.tokens]
-    models = [m for m in models if type(m.pool) is ClassToken and type(m.norm) is nn.LayerNorm and not m.norm_after_pool]
-    return [*((m, "linear") for m in tokenizers), *((m, "skips_unused_norms") for m in models)]
+    tokenizers = [m for m in modules if type(m) is PatchEmbed and m.can_be_linear and m.linear is not True]
+    models = [m for m in modules if isinstance(m, ViT) and normalizes_class_token_alone(m)]
+    return [
+        *((m, "linear", Shortcut(functools.partial(lambda m: is_as_made(m.proj, nn.Conv2d), m))) for m in tokenizers),
+        *((m, "skips_unused_norms", Shortcut(functools.partial(normalizes_class_token_alone, m))) for m in models),
+    ]
+
+
+def normalizes_class_token_alone(model: Any) -> bool:
+    """Return whether the last LayerNorm of a ViT may normalize only the class token: nobody sees the other tokens after it."""
+    own = any(name in vars(model) or getattr(type(model), name) is not getattr(ViT, name) for name in ("tokens", "pooled"))
+    plain = is_as_made(model.pool, ClassToken) and is_as_made(model.norm, nn.LayerNorm)
+    return plain and not own and not model.norm_after_pool
 
 
 @functools.cache

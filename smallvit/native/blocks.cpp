@@ -3,26 +3,32 @@
 //
 // A block is two residual branches, and both have the same form:
 //
-//     out = x + keep * (W2 middle(W1 norm(x) + b1) + b2)
+//     out = x + keep * (middle(norm(x) W1' + b1) W2' + b2)
 //
-// In the first branch, `middle` is attention: W1 makes the queries, keys and values. In the second branch it is an activation, or
-// an activation of the first half of W1 norm(x) + b1 times the second half (a gated MLP).
-// `keep` is a factor for each image (stochastic depth); an image whose factor is 0 skips the branch. The functions below do the
-// steps of a branch one after another, forward and backward. The Python code that they replace is `Block` in smallvit/vit.py
-// and `attend` in smallvit/attention.py.
+// x is a matrix with a token in each row. A weight such as W1 is stored as PyTorch stores it, (outputs, inputs), and ' means
+// transposed: a linear map computes x W'. In the first branch, `middle` is attention: W1 makes the queries, keys and values. In
+// the second branch, the MLP, it is an activation, or an activation of the first half of the columns times the second half (a
+// gated MLP). `keep` is a factor for each image (stochastic depth); an image whose factor is 0 skips the branch. The functions
+// below do the steps of a branch one after another, forward and backward. The Python code that they replace is `Block` in
+// smallvit/vit.py and `attend` in smallvit/attention.py.
 //
-// Why this is fast. (1) A few images at a time (a group) go through all branches, so that their tokens stay in the cache.
-// (2) Weights are copied once a call into the order in which the matrix product reads them. (3) The steps between two matrix
-// products are done in one pass. (4) Gradients are added to where the optimizer reads them. (5) The memory is the caller's, who
-// uses it again: this file allocates none for tokens, because the first use of each new page of memory costs time. (6) With tile
-// registers, where products are cheap, the backward pass computes the insides of branches again instead of reading them.
-// (7) An attention map has a row for each key, so that softmax works on vectors of queries. (8) The backward pass asks for the
-// numbers of the next head while it computes this one.
+// The *inside* of a branch is what the forward pass computes before the second linear map W2 and the backward pass needs: the
+// mean and deviation of each token, the queries, keys, values and attention maps, or the hidden units of an MLP.
+//
+// Why this is fast. (1) A few images at a time (a group) go through all branches, so that their tokens stay in the cache. (2)
+// Weights are copied once a call into the order in which the matrix product reads them. (3) The steps between two matrix
+// products are done in one pass. (4) If Python passes the memory from which the optimizer reads gradients, gradients are added
+// there directly; otherwise it passes new memory. (5) Python passes all memory for tokens, and passes the same memory in each
+// step, because the first use of each new page of memory takes time. (6) With tile registers, matrix products are faster than
+// memory. The backward pass then computes the insides again instead of reading them. (7) An attention map has a row for each
+// key, so that softmax works on vectors of queries. (8) The backward pass loads the numbers of the next head into the cache
+// while it computes the current one.
 //
 // Matrices are row-major, with a stride (the number of floats from one row to the next). Letters in shapes: n tokens of an
-// image, e width of one head. All widths are multiples of 16; the hidden width of an MLP is filled up with zeros. The results
-// of one thread do not depend on the machine's load: the same call gives the same bits. With more threads the sums of the
-// gradients have another order.
+// image, e width of one head. All widths are multiples of 16; the hidden width of an MLP is filled up with zeros.
+//
+// The same call with the same number of threads gives the same bits, however busy the machine is. Another number of threads
+// adds the gradients of the images in another order, so their last digits differ.
 
 #include <cmath>
 #include <cstdint>
@@ -59,7 +65,9 @@ enum { LANES = 8, VECS = 2 };
 #else
 enum { LANES = 4, VECS = 2 };
 #endif
-enum { ROWS = 6, MOST_ROWS = LANES == 16 ? 12 : 6 };  // rows of a tile; of a tile that is less than VECS vectors wide
+// A tile that is VECS vectors wide has at most ROWS rows. A narrower tile needs fewer registers for each row, so it may have up
+// to MOST_ROWS rows.
+enum { ROWS = 6, MOST_ROWS = LANES == 16 ? 12 : 6 };
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int Int __attribute__((vector_size(4 * LANES)));
@@ -102,8 +110,8 @@ static inline Vec sum(Vec v) {
   return combined(v, [](Vec a, Vec b) { return a + b; });
 }
 
-static inline Vec exp_of_negative(Vec x) {  // e^x for x <= 0, relative error 2e-7; 0 below -87; NaN stays NaN
-  Vec t = x * 1.44269504f;                  // e^x = 2^t
+static inline Vec exp_of_negative(Vec x) {  // e^x for x <= 0, relative error 2e-7; 0 below about -87.7
+  Vec t = x * 1.44269504f;                  // e^x = 2^t; NaN stays NaN
   t = t < -127.f ? fill(-127.f) : t;
   Vec whole = (t + 12582912.f) - 12582912.f;  // 1.5 * 2^23: a float of this size has no digits after the point
   Vec f = t - whole;
@@ -136,7 +144,8 @@ static inline void silu(Vec x, Vec& value, Vec& slope) {  // x / (1 + e^-x) and 
   slope = s + value * (1.f - s);
 }
 
-static inline void gelu(Vec x, Vec& value, Vec& slope) {  // x Phi(x) and its derivative; Phi is the normal distribution
+static inline void gelu(Vec x, Vec& value, Vec& slope) {  // x Phi(x) and its derivative
+  // Phi is the distribution function of the normal distribution: the probability of a value below x
   Vec size = (Vec)((Int)x & 0x7fffffff), density = exp_of_negative(x * x * -0.5f);
   Vec t = reciprocal(0.23164190f * size + 1.f);  // Abramowitz and Stegun 7.1.26, absolute error 1e-7
   Vec tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t * density * 0.5f;
@@ -147,15 +156,19 @@ static inline void gelu(Vec x, Vec& value, Vec& slope) {  // x Phi(x) and its de
 
 // ------------------------------------------------------------------------------------------------------- numbers of 16 bits
 
-// With bf16, an element of a factor is a pair of two 16-bit numbers in the place of one float, neighbours along the axis that is
-// summed over. One instruction multiplies both and adds the sum to a float. Only products are rounded so; all else stays float.
+// With bf16, both factors of a linear map, tokens and weights, are rounded to 16 bits. Two such numbers, a *pair*, take the
+// memory of one float. A product A B sums over the depth: the columns of A and the rows of B. A pair holds two neighbours along
+// this axis, so the depth counted in pairs is half as large. One instruction multiplies two pairs, number by number, and adds
+// both products to a float. Sums, attention and everything else stay floats.
 #if HAS_BF16
 static inline Vec add_product_of_pairs(Vec sum, Vec a, Vec b) {
   return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
-static inline Vec pair(Vec first, Vec second) {  // one conversion gives all first ones and then all second ones
+// The pairs (first[0], second[0]), (first[1], second[1]), and so on. One instruction rounds the 16 numbers of `first` and then
+// the 16 of `second`; another one brings the two numbers of each pair together.
+static inline Vec pair(Vec first, Vec second) {
   Int order;
-  for (int i = 0; i < LANES; i++) order[i] = i | (LANES + i) << 16;  // number i, followed by number 16 + i; a constant
+  for (int i = 0; i < LANES; i++) order[i] = i | (LANES + i) << 16;  // number i, then number 16 + i; `order` is a constant
   return (Vec)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 }
 static inline void store_pairs(float* p, Vec v) { *(__m256i_u*)p = (__m256i)_mm512_cvtneps_pbh((__m512)v); }
@@ -165,12 +178,14 @@ static inline Vec pair(Vec first, Vec) { return first; }
 static inline void store_pairs(float*, Vec) {}
 #endif
 
-static void pairs_along_rows(long rows, long columns, const float* x, long stride, float* out) {  // (rows, columns / 2) pairs
+// Pairs of two neighbours in a row: (rows, columns / 2) pairs.
+static void pairs_along_rows(long rows, long columns, const float* x, long stride, float* out) {
   for (long i = 0; i < rows; i++)
     for (long j = 0; j < columns; j += LANES) store_pairs(out + (i * columns + j) / 2, load(x + i * stride + j));
 }
 
-static void pairs_of_rows(long rows, long columns, const float* x, long stride, float* out) {  // (rows / 2, columns) pairs
+// Pairs of two neighbours in a column: (rows / 2, columns) pairs. The last row of an odd number of rows is paired with zeros.
+static void pairs_of_rows(long rows, long columns, const float* x, long stride, float* out) {
   for (long i = 0; i < rows; i += 2)
     for (long j = 0; j < columns; j += LANES) {
       Vec second = i + 1 < rows ? load(x + (i + 1) * stride + j) : (Vec){};
@@ -195,8 +210,9 @@ struct Product {  // C = add + bias + A B; A is (rows, depth), B is (depth, colu
   const float* bias = nullptr;      // one number for each column
 };
 
-// One tile of C: `rows` x `vecs` registers, in which the sums over the depth stay. For each step of the depth it reads `vecs`
-// vectors of B and `rows` numbers of A. If A is transposed, it is stored as (depth, rows).
+// Compute one tile of C: `rows` rows, `vecs` vectors wide. Each of its vectors stays in a register while the loop goes over the
+// depth and adds products to it. One step of the loop reads `vecs` vectors of B and `rows` numbers of A. If A is transposed, it
+// is stored as (depth, rows).
 template <int rows, int vecs, bool transposed, bool pairs>
 static void tile(long depth, const Product& p) {
   Vec total[rows][vecs];
@@ -239,7 +255,8 @@ template <int most_rows, int vecs, bool transposed, bool pairs>
 static void panel(long rows, long depth, const Product& p) {  // `vecs` vectors of columns, all rows
   for (long i = 0, n; i < rows; i += n) {
     n = std::min<long>(most_rows, rows - i);
-    if (rows - i > most_rows && rows - i < 2 * most_rows) n = (rows - i + 1) / 2;  // two middling tiles, no sliver
+    // the last two tiles get about equally many rows: a tile with few rows is slow
+    if (rows - i > most_rows && rows - i < 2 * most_rows) n = (rows - i + 1) / 2;
     Product part = p;
     part.a.data += transposed ? i : i * p.a.stride;
     part.c += i * p.c_stride;
@@ -248,14 +265,14 @@ static void panel(long rows, long depth, const Product& p) {  // `vecs` vectors 
   }
 }
 
-static inline long panel_vecs(long columns) {  // width of the next panel in vectors: 4, 2 or 1
+static inline long panel_vecs(long columns) {  // width of the next panel in vectors: VECS, 2 or 1
   long left = columns / LANES;
   return left >= VECS ? VECS : left >= 2 ? 2 : 1;
 }
 
 #if HAS_AMX
-// AMX: the processor has eight tile registers of 16 x 16 floats, here 0 to 3 for sums, 4 and 5 for A, 6 and 7 for B. One
-// instruction adds the product of 16 x 16 pairs and 16 x 16 pairs to a sum.
+// AMX: the processor has eight tile registers of 16 x 16 floats. Here, numbers 0 to 3 hold sums, 4 and 5 hold pairs of A, and 6
+// and 7 hold pairs of B. One instruction multiplies a tile of A, 16 x 16 pairs, by a tile of B, and adds the product to a sum.
 enum { TILE = 16 };
 template <int tile>
 static inline void load_tile(const float* p, long stride) {  // stride 0: all rows are the same
@@ -287,6 +304,8 @@ struct TilesInUse {  // sets the size of the tile registers of this thread for a
   }
 };
 
+// Load what the product is added to into a tile register: the bias, or else the matrix `add`, or else zeros. A matrix `add`
+// with less than 16 rows left is not loaded, and neither is one beside a bias: `finish_sum` adds it.
 template <int tile>
 static inline void start_sum(long rows, const Product& p, long i, long j) {
   if (p.bias) load_tile<tile>(p.bias + j, 0);
@@ -294,8 +313,10 @@ static inline void start_sum(long rows, const Product& p, long i, long j) {
   else clear_tile<tile>();
 }
 
+// Write the sum in a tile register to C at row i and column j. Rows behind the last one of C are left out. The matrix `add` is
+// added here if `start_sum` has not done so.
 template <int tile>
-static inline void finish_sum(long rows, const Product& p, long i, long j) {  // write the sum, and what `start_sum` left out
+static inline void finish_sum(long rows, const Product& p, long i, long j) {
   if (i + TILE <= rows && !(p.bias && p.add.data)) return store_tile<tile>(p.c + i * p.c_stride + j, p.c_stride);
   alignas(64) float sum[TILE * TILE];
   store_tile<tile>(sum, TILE);
@@ -305,7 +326,9 @@ static inline void finish_sum(long rows, const Product& p, long i, long j) {  //
   }
 }
 
-// One panel of C: two by two tiles at a time, or fewer at its end. The memory of A has rows up to a whole tile.
+// Compute up to four tiles of C, two by two: those at row i and column j, beside it if `two_columns`, and below if `two_rows`.
+// Whole tiles of A are read, so the memory behind its last row must be readable up to a multiple of 16 rows. Its values there
+// do not matter.
 template <bool two_rows, bool two_columns>
 static inline void square_of_tiles(long rows, long depth, const Product& p, long i, long j) {
   start_sum<0>(rows, p, i, j);
@@ -327,7 +350,7 @@ static inline void square_of_tiles(long rows, long depth, const Product& p, long
   if (two_rows && two_columns) finish_sum<3>(rows, p, i + TILE, j + TILE);
 }
 
-static void panel_of_tiles(long rows, long columns, long depth, const Product& p) {
+static void panel_of_tiles(long rows, long columns, long depth, const Product& p) {  // one panel of C
   for (long i = 0; i < rows; i += 2 * TILE)
     for (long j = 0; j < columns; j += 2 * TILE) {
       if (i + TILE < rows && j + TILE < columns) square_of_tiles<true, true>(rows, depth, p, i, j);
@@ -363,15 +386,17 @@ static void multiply(long rows, long columns, long depth, const Product& p, bool
 }
 
 #ifdef HAS_SHUFFLE
-// Exchange blocks of `step` lanes between the vectors a and b: a keeps its even blocks, b its odd ones.
+// Divide the vectors a and b into blocks of `step` lanes, with the numbers 0, 1, 2, ... Exchange block 1 of a with block 0 of
+// b, block 3 of a with block 2 of b, and so on. The other blocks stay where they are.
 template <int step, int... i>
 static inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, i...>) {
   Vec even = __builtin_shufflevector(a, b, (i & step ? LANES + i - step : i)...);
   b = __builtin_shufflevector(a, b, (i & step ? LANES + i : i + step)...);
   a = even;
 }
+// Transpose LANES vectors of LANES numbers: exchange blocks of 1 lane, then of 2 lanes, then of 4, up to half a vector.
 template <int step>
-static inline void transpose_square(Vec* row) {  // LANES vectors of LANES numbers
+static inline void transpose_square(Vec* row) {
   if constexpr (step < LANES) {
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
@@ -381,7 +406,8 @@ static inline void transpose_square(Vec* row) {  // LANES vectors of LANES numbe
 }
 #endif
 
-static void transpose(long rows, long columns, Matrix x, float* out, long out_stride) {  // out is filled up with zeros
+// out (columns, rows) = x'. Each row of `out` is filled up with zeros to `out_stride` numbers.
+static void transpose(long rows, long columns, Matrix x, float* out, long out_stride) {
 #ifdef HAS_SHUFFLE
   for (long i = 0; i < out_stride; i += LANES)
     for (long j = 0; j < columns; j += LANES) {
@@ -398,8 +424,8 @@ static void transpose(long rows, long columns, Matrix x, float* out, long out_st
 #endif
 }
 
-// Copy the matrix B(k, j) = w[k * step_k + j * step_j] panel by panel, in the order in which `multiply` reads it. One of the steps
-// is 1.
+// Copy the matrix B(k, j) = w[k * step_k + j * step_j] panel by panel, in the order in which `multiply` reads it. One of the
+// steps is 1.
 static void pack(const float* w, long depth, long columns, long step_k, long step_j, float* out) {
   for (long j = 0, width; j < columns; j += width) {
     width = panel_vecs(columns - j) * LANES;
@@ -424,8 +450,9 @@ static void linear(long precision, long rows, long columns, long depth, Matrix x
   multiply<false, true>(rows, columns, depth / 2, {{pairs, depth / 2}, {packed, 0}, out, out_stride, add, bias}, true, tiles);
 }
 
-// Add the gradients of W (outputs, inputs) and b (outputs) for out = x W' + b. `d_out` is the gradient of `out`. The sum goes
-// over the rows, some of them at a time, so that they stay in the cache while all of W passes by.
+// For out = x W' + b, with the gradient `d_out` of `out`: add d_out' x to the gradient of W (outputs, inputs), and the sum of
+// the rows of d_out to the gradient of b (outputs). The product d_out' x is computed for 64 rows of d_out and x at a time.
+// These rows stay in the cache, and are read again for each tile of W.
 static void linear_weight_gradients(long precision, long rows, long outputs, long inputs, Matrix d_out, Matrix x, float* d_weight,
                                     float* d_bias, float* pairs) {
   const long some = 64;
@@ -433,7 +460,7 @@ static void linear_weight_gradients(long precision, long rows, long outputs, lon
     for (long i = 0; i < rows; i++)
       for (long j = 0; j < outputs; j += LANES) store(d_bias + j, load(d_bias + j) + load(d_out.data + i * d_out.stride + j));
   if (!d_weight) return;
-  if (precision == BF16_TILES) {  // d_out' and x as pairs of rows, with zeros up to whole tiles
+  if (precision == BF16_TILES) {  // d_out' and x in pairs of rows, with zeros behind them up to a whole tile
     const long depth = (rows + 2 * TILE - 1) / (2 * TILE) * TILE;
     float *left = pairs, *right = left + depth * outputs, *rest = right + depth * inputs;
     pairs_of_rows(rows, outputs, d_out.data, d_out.stride, rest);
@@ -469,17 +496,20 @@ struct Branch {
   long hidden;                // of an MLP; `outer` is the next multiple of 16, `inner` is `outer`, or twice that with gates
   long heads;                 // of attention
   float epsilon;              // of the LayerNorm
-  const float* weight[WEIGHTS];  // BIAS1 may be null; SCALE (heads) multiplies the logits of a head
+  const float* weight[WEIGHTS];  // BIAS1 and BIAS2 may be null; SCALE (heads) multiplies the logits of a head
   float* gradient[WEIGHTS];      // to which gradients are added; null for a weight that needs none
   const float* keep;          // (images) factor of the branch, 0 to skip it; null for 1
-  const float* logit_bias;    // added to the logits: one number for each key, or `padded(tokens)` numbers (queries) for each key
-  long bias_image, bias_head, bias_key;  // strides of `logit_bias`, 0 where one number serves all; 1 for a number for each key
+  const float* logit_bias;    // added to the logits: for each key one number, or `padded(tokens)` numbers, one for each query
+  // How many floats lie between the numbers of two images, of two heads and of two keys in `logit_bias`. 0 means that all
+  // images, or all heads, share the same numbers. `bias_key` is 1 if there is one number for each key.
+  long bias_image, bias_head, bias_key;
 };
 
 struct Blocks {
   long images, tokens, width, branches;
   long group;                 // images that go through all branches together
-  long threads, precision;    // of matrix products: FP32, BF16, or BF16_TILES where the processor has tile registers
+  long threads;               // each thread computes some of the groups
+  long precision;             // of the products of linear maps: FP32, BF16, or BF16_TILES if the processor has tile registers
   long again;                 // whether the backward pass computes the insides of branches again, instead of keeping them
   Branch* branch;
 };
@@ -488,7 +518,7 @@ static inline bool gated(const Branch& b) { return b.middle == SWIGLU || b.middl
 static inline long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 static inline long groups_of(const Blocks& s) { return (s.images + s.group - 1) / s.group; }
 static inline long rows_of(const Blocks& s) { return s.group * s.tokens; }
-// Rows whose distance is a multiple of 4 kB compete for the same places of the cache, so 16 floats are added to long rows.
+// Rows whose distance is a multiple of 4 kB compete for the same places of the cache. So 16 unused floats follow each row.
 static inline long stride_of(long columns) { return columns + 16; }
 
 struct Memory {  // hands out pieces of a block of memory; with no block, it only counts
@@ -501,13 +531,13 @@ struct Memory {  // hands out pieces of a block of memory; with no block, it onl
   }
 };
 
-struct Inside {  // what one branch computes for one group before its second linear map, and the backward pass needs
+struct Inside {  // the inside of one branch (see the top of this file), for one group of images
   float *inner, *outer, *statistics, *maps;
   Inside(const Blocks& s, const Branch& b, bool with_maps, Memory& memory) {
     const long rows = rows_of(s);
     const bool attention = b.middle == ATTENTION;
     inner = memory.take(rows * stride_of(b.inner));
-    outer = attention ? memory.take(rows * b.outer) : nullptr;  // that of an activation is computed again
+    outer = attention ? memory.take(rows * b.outer) : nullptr;  // the backward pass computes that of an activation again
     statistics = memory.take(rows * 2);
     maps = attention && with_maps ? memory.take(s.group * b.heads * s.tokens * padded(s.tokens)) : nullptr;
   }
@@ -539,7 +569,8 @@ struct Scratch {  // of one thread
 };
 
 struct Packed {  // weights of one branch in the order in which `linear` reads them
-  float *first, *second, *again;  // `again`: the first ones for the forward direction, for a backward pass that needs them
+  float *first, *second;  // W1 and W2, in the order of the forward pass or of the backward pass, whichever this call is
+  float* again;           // W1 in the order of the forward pass, for a backward pass that computes the inside again
   Packed(const Blocks& s, const Branch& b, Memory& memory) {
     first = memory.take(s.width * b.inner);
     second = memory.take(s.width * b.outer);
@@ -573,7 +604,8 @@ static void mean_and_inverse_deviation(long width, const float* x, float epsilon
   statistics[1] = 1.f / std::sqrt(sum(squares)[0] / width + epsilon);
 }
 
-// Add the gradient of x to `d_x`. With h = (x - mean) / deviation, g = d_out * weight: (g - mean(g) - h mean(g h)) / deviation.
+// Add the gradient of x to `d_x`. It is (g - mean(g) - h mean(g h)) / deviation, with h = (x - mean) / deviation and
+// g = d_out * weight.
 static void normalize_backward(long width, const float* x, const float* statistics, const float* weight, const float* d_out,
                                float* d_x, float* d_weight, float* d_bias) {
   Vec total = {}, with_h = {};
@@ -609,22 +641,25 @@ static Head head_of(const Blocks& s, const Branch& b, const float* inner, long i
           b.logit_bias + image * b.bias_image + head * b.bias_head, b.bias_key, b.weight[SCALE][head]};
 }
 
-// Ask for numbers that are needed soon, so that they are in the cache by then. The processor foresees by itself what is read in
-// the order of memory; but the numbers of a head lie far apart, so that it would wait for each of them. (Inlined, because
-// compilers drop calls of a function that does nothing else.)
+// Load numbers into the cache before they are needed. When numbers are read in the order of memory, the processor does this by
+// itself. But the numbers of a head lie far apart in memory, so the processor would wait for each row of them. These functions
+// are always inlined: some compilers remove calls of a function that only loads into the cache.
 #define INLINED __attribute__((always_inline)) static inline
 INLINED void prefetch(const float* p, long floats) {
   for (long i = 0; i < floats; i += 16) __builtin_prefetch(p + i, 0, 2);  // for reading, into the second-level cache
 }
 
-INLINED void prefetch_head(const Head& h, long distance) {  // the one whose numbers have this distance from those of `h`
+// Load the queries, keys and values of another head. They lie `distance` floats behind those of `h`.
+INLINED void prefetch_head(const Head& h, long distance) {
   for (const Matrix& x : {h.q, h.k, h.v})
     for (long i = 0; i < h.tokens; i++) prefetch(x.data + i * x.stride + distance, h.e);
 }
 
-// The attention map softmax(scale q k' + bias), stored with a row for each key and a column for each query. The softmax of a
-// query is then a column, and a vector holds LANES queries: no sums over the lanes of a vector, and no work on padded keys.
-static void attention_map(const Head& h, float* transposed, float* map) {  // (n, columns)
+// Compute the attention map softmax(scale q k' + bias), (n, columns). It is stored transposed: a row for each key, and a column
+// for each query. A vector then holds LANES queries for one key, and the sum of a softmax goes over rows, not over the lanes of
+// a vector. There are no padded keys. Queries are padded to whole vectors; the columns of padded queries are computed and not
+// used.
+static void attention_map(const Head& h, float* transposed, float* map) {
   const long columns = h.columns, end = h.tokens * columns;
   transpose(h.tokens, h.e, h.q, transposed, columns);
   multiply<false, false>(h.tokens, columns, h.e, {h.k, {transposed, columns}, map, columns});
@@ -675,6 +710,7 @@ static void attention_backward(const Head& h, const float* map, Matrix d_out, Sc
 
 // ------------------------------------------------------------------------------------------- one branch, for a group of images
 
+// Write to `t.image` which images of the group that begins with `first` do not skip the branch, and return how many.
 static long images_to_compute(const Blocks& s, const Branch& b, long first, Scratch& t) {
   long count = 0;
   for (long i = 0; i < std::min(s.group, s.images - first); i++)
@@ -682,8 +718,8 @@ static long images_to_compute(const Blocks& s, const Branch& b, long first, Scra
   return count;
 }
 
-// The activation `out` (rows, outer) of `inner`. If `d_out`, its gradient, is not null, that of `inner` is written to `d_inner`.
-// Without gates, `d_out` and `d_inner` may be the same memory.
+// The activation `out` (rows, outer) of `inner`. If `d_out`, its gradient, is not null, that of `inner` is written to
+// `d_inner`. Without gates, `d_out` and `d_inner` may be the same memory.
 static void activation(const Branch& b, long rows, const float* inner, float* out, const float* d_out, float* d_inner) {
   const long stride = stride_of(b.inner), out_stride = stride_of(b.outer);
   for (long i = 0; i < rows; i++)
@@ -837,13 +873,19 @@ struct Plan {  // where everything lies in the memory of the caller
   };
   std::vector<Branch> branch;   // those of the caller, with copies of weights that are filled up with zeros
   std::vector<Packed> packed;
-  std::vector<float*> inputs;   // of group g and branch i at g * branches + i; the first branch has the caller's
-  std::vector<Inside> insides;  // in the same order; of thread t instead of group g if they are not kept
+  // The tokens that enter branch i for group g are at [g * branches + i]. It is null for the first branch, which reads those of
+  // the caller.
+  std::vector<float*> inputs;
+  // The insides of branch i. If they are kept for a backward pass, those of group g are at [g * branches + i]. If not, each
+  // thread has memory for one group, and those of thread t are at [t * branches + i].
+  std::vector<Inside> insides;
   std::vector<Scratch> scratch;
-  std::vector<std::vector<float*>> gradients;  // of thread t and branch i at [t][i * WEIGHTS]
-  std::vector<std::pair<float*, long>> sums;   // the gradients of the threads after the first one, each as one piece
-  std::vector<Part> parts;                     // what is added at the end, in this order
-  bool keeps;                                  // whether insides are kept for a backward pass
+  std::vector<std::vector<float*>> gradients;  // those of thread t and branch i begin at [t][i * WEIGHTS]
+  // Each thread adds gradients in memory of its own; the first one in that of the caller. Of each other thread: the beginning
+  // of this memory and its size in floats. It is set to zero before the backward pass.
+  std::vector<std::pair<float*, long>> sums;
+  std::vector<Part> parts;  // what is added at the end, in this order
+  bool keeps;               // whether insides are kept for a backward pass
   long kept_floats, scratch_floats;
 
   // `s` then refers to the branches of this plan.
@@ -894,7 +936,8 @@ struct Plan {  // where everything lies in the memory of the caller
     return b;
   }
 
-  void plan_insides(const Blocks& s, bool with_maps, Memory& work) {  // branches take turns in the same memory
+  // Memory for the insides of one thread. They are not kept, so all branches use the same memory, one after another.
+  void plan_insides(const Blocks& s, bool with_maps, Memory& work) {
     const long start = work.used;
     long end = start;
     for (long i = 0; i < s.branches; i++) {
@@ -926,7 +969,8 @@ struct Plan {  // where everything lies in the memory of the caller
   }
 };
 
-// Call `work(item, thread)` for all items. Each thread has its own contiguous share of them.
+// Call `work(item, thread)` for the items 0, 1, ..., items - 1. Each thread gets consecutive items, about as many as each other
+// thread. Which items a thread gets depends on the two numbers only, so the same sums are added in the same order in each call.
 template <class Work>
 static void in_threads(long items, long most_threads, long precision, Work work) {
   const long threads = std::max(1l, std::min(most_threads, items));
@@ -938,7 +982,7 @@ static void in_threads(long items, long most_threads, long precision, Work work)
   long t = 1;
   try {
     for (; t < threads; t++) started.emplace_back(share, t);
-  } catch (const std::system_error&) {  // no more threads to be had: do their shares here
+  } catch (const std::system_error&) {  // the system starts no more threads: this thread does their work
   }
   share(0);
   for (; t < threads; t++) share(t);
@@ -959,8 +1003,8 @@ static void pack_all(const Blocks& s, const Plan& plan, bool backward) {
 // ------------------------------------------------------------------------------------------------- merging between two blocks
 
 // The Python code that this replaces is `Merge` in smallvit/reduction/merge.py. Behind the prefix tokens, those at even places
-// are sources, and those at odd places are targets. The `pairs` sources that are most similar to a target become part of it. The
-// new sequence is: prefix, the other sources, targets.
+// are sources, and those at odd places are targets. The `pairs` sources that are most similar to a target become part of it.
+// The new sequence is: prefix, the other sources, targets.
 struct Merging {
   long images, tokens, width, key_width, prefix, pairs, threads;
   const float *x, *keys, *size;  // (images, tokens, width), (images, tokens, key_width), (images, tokens); size may be null for 1
@@ -984,7 +1028,8 @@ struct MergingScratch {  // of one thread
   }
 };
 
-static long unit_keys(const Merging& m, const float* keys, long first, float* out) {  // of every second token; returns how many
+// Write the keys of the tokens first, first + 2, first + 4, ... to `out`, each divided by its length. Return their number.
+static long unit_keys(const Merging& m, const float* keys, long first, float* out) {
   long count = 0;
   for (long i = first; i < m.tokens; i += 2, count++) {
     const float* key = keys + i * m.key_width;
@@ -996,6 +1041,7 @@ static long unit_keys(const Merging& m, const float* keys, long first, float* ou
   return count;
 }
 
+// Merge the tokens of one image: find the pairs, then the place of each token in the new sequence, then the new tokens.
 static void merge_image(const Merging& m, long image, const MergingScratch& t) {
   const long n = m.tokens, d = m.width, left = n - m.pairs;
   const long first_source = m.prefix + m.prefix % 2, first_target = m.prefix + 1 - m.prefix % 2;
@@ -1004,7 +1050,9 @@ static void merge_image(const Merging& m, long image, const MergingScratch& t) {
   int64_t* place = m.place + image * n;
   auto size_of = [&](long token) { return size ? size[token] : 1.f; };
 
-  // the most similar target of each source, and the sources in the order of that similarity; NaN counts as most similar
+  // `match`: the number of the target that is most similar to each source; `best`: how similar. A similarity of NaN counts as
+  // the largest one. `order`: first the `pairs` sources that merge, the most similar one first, then the others in their old
+  // order.
   const long sources = unit_keys(m, keys, first_source, t.sources), targets = unit_keys(m, keys, first_target, t.targets);
   const long columns = padded(targets), others = sources - m.pairs;
   transpose(targets, m.key_width, {t.targets, m.key_width}, t.transposed, columns);
@@ -1019,7 +1067,7 @@ static void merge_image(const Merging& m, long image, const MergingScratch& t) {
   std::stable_sort(t.order, t.order + sources, [&](long a, long b) { return t.best[a] > t.best[b]; });
   std::sort(t.order + m.pairs, t.order + sources);
 
-  // where each token goes, and what it then is
+  // copy all tokens that stay to their places, and add the sizes of the sources that merge to those of their targets
   auto copy = [&](long from, long to) {
     place[from] = to, share[from] = 1.f, new_size[to] = size_of(from);
     memcpy(out + to * d, x + from * d, d * sizeof(float));
@@ -1032,7 +1080,10 @@ static void merge_image(const Merging& m, long image, const MergingScratch& t) {
     place[from] = m.prefix + others + t.match[t.order[i]];
     new_size[place[from]] += size_of(from);
   }
-  for (long i = 0; i < m.pairs; i++) {  // a step from the target towards each source; after all of them it is the mean by size
+  // The new token is the mean of the target and its sources, weighted by size. It is computed from the old target: for each
+  // source that merges, add (source - target) * share, where the share is the size of the source divided by that of the new
+  // token.
+  for (long i = 0; i < m.pairs; i++) {
     const long from = first_source + 2 * t.order[i], target = first_target + 2 * t.match[t.order[i]];
     share[from] = size_of(from) / new_size[place[from]];
     share[target] = size_of(target) / new_size[place[from]];
@@ -1071,8 +1122,9 @@ long blocks_scratch_floats(const Blocks* blocks, int trains, int backward) {
   return Plan(s, trains, backward, nullptr, nullptr).scratch_floats;
 }
 
-// x and out are (images, tokens, width). `keys` is null, or gets the mean over heads of the keys of the last branch, an
-// attention, (images, tokens, e). `kept` is null if no backward pass follows.
+// x and out are (images, tokens, width). If `keys` is not null, the last branch is an attention, and the mean over heads of its
+// keys is written there, (images, tokens, e). What a backward pass needs is written to `kept`. It is null if no backward pass
+// follows, or if it needs nothing.
 void blocks_forward(const Blocks* blocks, const float* x, float* out, float* keys, float* kept, float* scratch) {
   Blocks s = *blocks;
   Plan plan(s, kept, false, kept, scratch);
@@ -1091,7 +1143,7 @@ void blocks_forward(const Blocks* blocks, const float* x, float* out, float* key
   });
 }
 
-// `d` is the gradient of `out` and becomes that of `x`; `kept` is what the forward pass has left.
+// At first, `d` is the gradient of `out`; it becomes the gradient of `x`. `kept` is what the forward pass has written there.
 void blocks_backward(const Blocks* blocks, const float* x, float* d, float* kept, float* scratch) {
   Blocks s = *blocks;
   Plan plan(s, true, true, kept, scratch);
