@@ -276,7 +276,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--shard": {"type": part, "metavar": "I/N"},
     "--stack": NUMBER,
     "--numerics": {"nargs": "+", "default": [], "metavar": "OPTION"},
-    "--only": {"nargs": "+", "default": [], "metavar": "FILTER"},
+    "--only": {"nargs": "+", "action": "extend", "default": [], "metavar": "FILTER"},
     "--max-seeds": NUMBER,
     "--csv": TABLE,
     "--latex": TABLE,

@@ -70,7 +70,8 @@ def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
     Under this name, records can refer to classes and functions that the recipe defines.
 
     If the recipe asks for tuning, the runs with the settings in `<recipe>.tuned.json`, which `smallvit tune` writes, are added
-    to its list RUNS. `tuned=False` leaves them out. Arms that have not been tuned yet have no tuned runs.
+    to its list RUNS. `tuned=False` leaves them out. Arms that have not been tuned yet have no tuned runs. If `path` is a link,
+    this file lies beside the link, as all files of a recipe do.
 
     Raises ValueError, naming the line, if the import fails, and if the file defines no list RUNS as `ablate` returns it. Raises
     ValueError if the tuned settings are not those of this recipe.
@@ -80,7 +81,7 @@ def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
     if tuned and any(entry.tune is not None for entry in runs):
         from smallvit.tuning import with_tuned
 
-        runs = with_tuned(runs, Path(module.__file__ or path))
+        runs = with_tuned(runs, path)
         check_comparable(runs, Path(path).name)
     module.RUNS = list(runs)
     return module
@@ -134,13 +135,14 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
     return list(carried.values())
 
 
-def import_recipe(path: Path) -> Any:
+def import_recipe(path: Path, text: str | None = None) -> Any:
     """Import a recipe file (a Python file that lists the runs of a comparison), and return the module. A file that was imported
-    before is not imported again, unless it was changed. `path` is the absolute path of the file. Unlike `load_recipe`, this
-    function adds no runs with tuned settings.
+    before is not imported again, unless it was changed. `path` is the absolute path of the file. `text` is the source code to
+    import; None means that of the file. Unlike `load_recipe`, this function adds no runs with tuned settings.
 
-    The module gets the list `DECLARED` of the runs that the file itself lists.
+    The module gets the list `DECLARED` of the runs that the file itself lists, and its source code as `TEXT`.
     """
+    import linecache
     import traceback
     from importlib.machinery import ModuleSpec, SourceFileLoader
     from importlib.util import module_from_spec
@@ -150,20 +152,19 @@ def import_recipe(path: Path) -> Any:
     if not path.stem.replace("-", "_").isidentifier():
         raise ValueError(f"the recipe file is called {path.name!r}; expected letters, digits, '_' and '-' before .py")
     name = f"recipes.{path.stem}"
-    code = path.read_bytes() if path.exists() else b""
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(path) and getattr(known, "CODE", None) == code:
-        return known
     module: Any = module_from_spec(ModuleSpec(name, SourceFileLoader(name, str(path)), origin=str(path)))
     module.__file__ = str(path)
-    sys.modules[name] = module
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if text is None else text
+        if imported_text(path) == text:
+            return sys.modules[name]
+        sys.modules[name] = module
         check_repeated_keys(text)
-        module.CODE, module.DEFINITIONS = code, definitions(text)
+        module.TEXT, module.DEFINITIONS = text, definitions(text)
+        linecache.cache[str(path)] = len(text), None, text.splitlines(True), str(path)  # a traceback shows this text
         exec(compile(text, str(path), "exec"), vars(module))  # the loader's cache might not notice a change within a second
     except Exception as error:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         advice = ""
@@ -179,6 +180,14 @@ def import_recipe(path: Path) -> Any:
     check_comparable(runs, path.name)
     module.DECLARED = list(runs)
     return module
+
+
+def imported_text(path: Path) -> str | None:
+    """Return the source code of a recipe file as this process has imported it last, or None if it was not imported. The file
+    may have been edited since. `path` is the absolute path of the file.
+    """
+    module: Any = sys.modules.get(f"recipes.{path.stem}")
+    return getattr(module, "TEXT", None) if module is not None and module.__file__ == str(path) else None
 
 
 def definitions(text: str) -> dict[str, str]:
@@ -309,14 +318,17 @@ def only(runs: Sequence["ArmRun"], filters: Sequence[str]) -> list["ArmRun"]:
     The filter `arm=references` selects all reference models. `length=500` selects by training length, and `settings=tuned` or
     `settings=common` by how the settings were chosen.
 
-    Raises ValueError for an unknown filter or value, with the most similar one, and if no run is left.
+    Raises ValueError for an unknown filter or value, with the most similar one, for two filters of one kind, and if no run is
+    left.
     """
-    selected = list(runs)
+    selected, given = list(runs), dict[str, str]()
     for text in filters:
         key, _, values = text.partition("=")
         if key not in FILTERS or not values:
             *names, last = (f"{name}=..." for name in FILTERS)
             raise ValueError(f"--only got {text!r}; expected {', '.join(names)} or {last}")
+        if given.setdefault(key, values) != values:
+            raise ValueError(f"--only got {key}={given[key]} and {text}; expected one filter: {key}={given[key]},{values}")
         folds = max((entry.run.folds for entry in selected), default=0)
         if key == "pass" and not folds:
             raise ValueError(f"--only got {text!r}, but this recipe has no cross-validation (folds=); expected seed={values}")

@@ -6,9 +6,11 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,10 @@ from smallvit.__main__ import main
 from smallvit.commands import report
 from smallvit.commands.run import EXCLUDED, NEEDED
 from smallvit.launch import autotune, plan
-from smallvit.launch.results import tags
+from smallvit.launch.results import record_failure, tags
 from smallvit.numerics import DEFAULT
 from smallvit.recipe import check_comparable, find_recipe, load_recipe, only, recipe_files
-from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records, write_records
+from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records, write_record, write_records
 from smallvit.train.fit import new_record
 from smallvit.train.loop import Training
 from smallvit.verdicts import compare
@@ -252,6 +254,37 @@ def test_dry_run_compares_each_arm_with_its_own_baseline_also_if_it_is_not_selec
     assert " -> " not in plan.plan(cnn, 1, "cpu"), "an arm was compared with another one than its baseline"
 
 
+@pytest.mark.parametrize(("options", "left"), [([], 19), (["--retry"], 20)])
+def test_dry_run_counts_failed_runs_only_if_they_will_be_trained(options, left, workdir, monkeypatch, capsys):
+    for name, value in (("estimate", 60.0), ("worker_start", 0.0), ("computing_processes", 0.0)):
+        monkeypatch.setattr(plan, name, lambda *options, value=value: value)
+    record_failure(load_recipe("mine.py").RUNS[0], "runs", "mine", ValueError("broken"))
+    assert main(["run", "mine.py", "--dry-run", "--jobs", "1", *options]) == 0
+    out = capsys.readouterr().out
+    assert f"about {left} min with 1 worker" in out
+    assert out.count("1 have failed (--retry trains them again)") == (0 if options else 2)
+
+
+def test_arm_whose_loss_becomes_infinite_does_not_stop_a_dry_run(workdir, monkeypatch, capsys):
+    validate = Training.validate
+
+    def diverge(self, last):
+        if self.step > last:
+            raise FloatingPointError("the loss is nan")
+        return validate(self)
+
+    for name in ("worker_start", "computing_processes"):
+        monkeypatch.setattr(plan, name, lambda *options: 0.0)
+    run = load_recipe("mine.py").RUNS[0].run
+    monkeypatch.setattr(Training, "validate", lambda self: diverge(self, run.steps))
+    assert plan.estimate(run, "cpu") > 0, "steps that the run does not have were counted"
+    monkeypatch.setattr(Training, "validate", lambda self: diverge(self, 0))
+    assert main(["run", "mine.py", "--dry-run", "--only", "arm=scratch,pixels, nearest neighbour"]) == 0
+    out = capsys.readouterr().out
+    assert "scratch: 4 runs of 6 steps, cannot be timed: the loss is nan\n" in out and "nearest neighbour: 4 runs of 0 steps, about" in out
+    assert "of each arm; without 4 runs that cannot be timed\n" in out
+
+
 def test_dry_run_for_ray_needs_no_gpu_on_this_machine(workdir, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("estimate", "worker_start", "computing_processes"):
@@ -314,6 +347,16 @@ def test_only_selects_by_arm_labels_and_seed(workdir):
     assert {r.role for r in only(runs, ["arm=references"])} == {"reference"}
 
 
+def test_only_can_be_given_several_times_and_each_filter_once(workdir, monkeypatch, capsys):
+    for name in ("estimate", "worker_start", "computing_processes"):
+        monkeypatch.setattr(plan, name, lambda *options: 0.0)
+    for words in (["--only", "arm=scratch", "--only", "seed=0"], ["--only", "arm=scratch", "seed=0", "arm=scratch"]):
+        assert main(["run", "mine.py", "--dry-run", *words]) == 0
+        assert "2 runs, about" in (out := capsys.readouterr().out) and "+LSA" not in out
+    assert main(["run", "mine.py", "--dry-run", "--only", "arm=scratch", "--only", "arm=+LSA"]) == 2
+    assert "--only got arm=scratch and arm=+LSA; expected one filter: arm=scratch,+LSA\n" in capsys.readouterr().err
+
+
 def test_only_selects_a_pass_of_a_cross_validation_or_one_fold_of_it():
     base = Run(data=partial(folder, path="nowhere", folds=5), model=ViT)
     runs = ablate({"scratch": base, "+LSA": base.vary(attention=LocalityAttention)}, seeds=range(6))
@@ -359,12 +402,17 @@ def test_name_of_a_recipe_file_is_compared_with_files_first_and_then_with_recipe
         (["run", "mine.py", "--only", "labels=30"], "has no labels '30'"),
         (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=..., seed=..., pass=..., length=... or settings=..."),
         (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
+        (["report", "./mine", "--out", "my runs"], "start them with: smallvit run mine.py --out 'my runs'\n"),
         (["report", "mine.py", "--scale-steps", "2"], "no runs of mine in runs/scale-steps-2"),
         (["report", "mine.py", "--scale-steps", "2", "--publish"], "--publish got --scale-steps 2"),
         (["verify", "mine.py"], "no committed records"),
         (["run", "mine.py", "--numerics", "compiled=yes", "compiled=no"], "compiled twice; expected each choice once"),
         (["run", "mine.py", "--out", "mine.py"], "--out mine.py cannot be created"),
         (["run", "mine.py", "--fast", "--out", "mine.py/runs"], "--out mine.py/runs cannot be created"),
+        *(
+            ([command, "mine.py", "--out", "mine.py/runs"], "--out mine.py/runs cannot be created")
+            for command in ("status", "tune", "explore", "report", "verify")
+        ),
         (["run", "mine.py", "--device", "cdua"], "device is 'cdua'; expected cpu, cuda, mps or auto"),
         *((["run", "mine.py", "--device", "cuda", *more], "no such GPU") for more in ([], ["--dry-run"], ["--fast"], ["--smoke"])),
         (["run", "nowhere.py", "--device", "cuda"], "no such GPU"),
@@ -630,6 +678,55 @@ def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published
     if "steps" not in old:
         assert {record.fingerprint for record in all_records(workdir)} == trained
         assert len(all_records(workdir)) == len(trained), "a renamed arm was trained again"
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_removed_comparisons_stay_in_the_family_when_recipe_and_folder_are_renamed(many_runs, workdir):
+    shutil.copytree(many_runs / "runs" / "mine", workdir / "runs" / "other")
+    shutil.copytree(many_runs / "runs" / "mine", workdir / "runs" / "other" / "mine")  # as in a recipe called "explore"
+    for path in (workdir / "runs" / "other" / "mine").rglob(RECORD):
+        record = read_record(path.parent)
+        write_record(path.parent, replace(record, run=record.run | {"steps": 7}))
+    text = (many_runs / "mine.py").read_text().replace(', "+LSA": scratch.vary(attention=LocalityAttention)}', "}")
+    Path("other.py").write_text(text)
+    records = report.collect(load_recipe("other.py").RUNS, workdir / "runs", "other")
+    assert {(record.status, record.recipe, record.removed) for record in records} == {("finished", "other", 2)}
+
+
+def test_report_says_that_lines_of_another_machine_are_missing(many_runs, workdir, capsys):
+    shutil.copytree(many_runs, workdir, dirs_exist_ok=True)
+    runs, file = load_recipe("mine.py").RUNS, Path("runs", "mine", "test_reads.jsonl")
+    (_, *lines), note = file.read_text().splitlines(keepends=True), f"{file} has no line for 1 runs that were scored on test images"
+    file.write_text("".join(lines))
+    report.collect(runs, Path("runs"), "mine")
+    assert note in (err := capsys.readouterr().err) and "join their files test_reads.jsonl" in err
+    file.write_text("".join(lines) + (many_runs / file).read_text())  # as joined
+    report.collect(runs, Path("runs"), "mine")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "labels", "seeds"),
+    [
+        ([], [20], [0]),
+        (["--seeds", "2"], [20], [0, 1]),
+        (["--only", "seed=0-1"], [20], [0, 1]),
+        (["--only", "labels=20,40"], [20, 40], [0]),
+        (["--only", "seed=1", "--labels", "40"], [40], [1]),
+        (["--only", "arm=scratch,wide", "seed=0,1", "labels=20,40"], [20, 40], [0, 1]),
+    ],
+)
+@pytest.mark.usefixtures("unrendered")
+def test_verify_trains_all_runs_that_only_names(words, labels, seeds, many_runs, workdir, monkeypatch, capsys):
+    shutil.copytree(many_runs, workdir, dirs_exist_ok=True)
+    assert main(["report", "mine.py", "--publish"]) == 0
+    trained: list[tuple] = []
+    monkeypatch.setattr("smallvit.commands.verify.launch", lambda runs, *_, **__: trained.extend((e.labels, e.seed) for e in runs) or [])
+    assert main(["verify", "mine.py", *words]) == 1
+    arms = 2 if "arm=scratch,wide" in words else 3
+    assert Counter(trained) == {pair: arms for pair in product(labels, seeds)}
+    if "seed=0-1" in words:
+        assert main(["verify", "mine.py", *words, "--seeds", "2"]) == 2 and "remove one of them" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -264,6 +264,8 @@ def test_recipe_that_declares_tuning_says_that_it_was_not_tuned(workdir, capsys)
     write_recipe(text.replace("RUNS =", 'TUNE = Tune({"lr": (3e-4, 6e-3)}, trials=2, seeds=1, val=20)\nRUNS ='))
     assert main(["run", "mine.py", "--dry-run"]) == 0
     assert "the recipe declares tuning; run `smallvit tune mine.py` first" in capsys.readouterr().err
+    assert main(["run", "mine.py", "--dry-run", "--out", "my runs"]) == 0
+    assert "run `smallvit tune mine.py --out 'my runs'` first" in capsys.readouterr().err
 
 
 # explore
@@ -310,6 +312,7 @@ def test_arm_with_a_new_name_keeps_its_trials(tmp_path):
     ("seeds", "words", "message"),
     [
         ("range(2)", ("--only", "seed=0"), "uses seeds of its own"),
+        ("range(2)", ("--only", "arm=deep", "pass=0"), "--only pass=... cannot be used here"),
         ("[0, 1_000]", (), r"the recipe uses the seeds [1000]"),
     ],
 )

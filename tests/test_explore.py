@@ -1,13 +1,25 @@
-"""The list of trials of `smallvit explore`: several processes may add trials at once."""
+"""The list of trials of `smallvit explore`, to which several processes may add, and what it says of runs that did not finish."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 from toys import TINY_VIT
 
 from smallvit import ArmRun, Run, trials
+from smallvit.__main__ import main
+from smallvit.commands import explore
 from smallvit.commands.explore import write_trial
+from smallvit.launch.results import Interrupted, record_failure
+
+RECIPE = """
+from functools import partial
+from smallvit import PatchEmbed, Run, ViT, ablate
+
+scratch = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), steps=6, batch=8, val=20)
+RUNS = ablate({"scratch": scratch, "high": scratch.vary(lr=9.0)}, labels=[20], references=False)
+"""
 
 
 def test_two_explorations_with_different_out_folders_lose_no_trial(tmp_path, monkeypatch):
@@ -28,3 +40,22 @@ def test_two_explorations_with_different_out_folders_lose_no_trial(tmp_path, mon
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(explore, "ab")] == ["", ""]
     assert sorted(trial["arm"] for trial in read(tmp_path / "mine.trials.jsonl")) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("error", "printed"),
+    [
+        (FloatingPointError("the loss is nan"), "2 of 2 runs had an infinite loss and are not trained again; lower their learning rate\n"),
+        (ValueError("broken"), "2 of 2 runs have not finished; start the command again to train them\n"),
+        (Interrupted("the disk is full"), "2 of 2 runs have not finished; start the command again to train them\n"),
+    ],
+)
+def test_exploring_shows_errors_and_says_which_runs_are_trained_again(error, printed, workdir, monkeypatch, capsys):
+    def launch(runs, out, *, recipe, **options):
+        return [record_failure(entry, out, recipe, error) for entry in runs]
+
+    monkeypatch.setattr(explore, "launch", launch)
+    assert main(["explore", "mine.py"]) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith(printed) and out.count("runs ha") == 1
+    assert all(f"  {arm}: " in err for arm in ("scratch", "high")) and err.count(str(error)) == 2

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,15 +19,18 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
-from toys import TINY_VIT
+from toys import TINY_VIT, training_of
 
 from smallvit import DINO, ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
+from smallvit import record as records
 from smallvit.launch import launch, progress
 from smallvit.launch.local import HUGE_PAGES, process_context
 from smallvit.launch.plan import parallel
 from smallvit.launch.results import Damaged, Killed, folder, recall, record_failure, tags
 from smallvit.launch.scheduler import Scheduler, dependencies_first
-from smallvit.record import RECORD, WEIGHTS, Record, read_record, user_line
+from smallvit.recipe import load_recipe
+from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, read_record, user_line
+from smallvit.train import checkpoint
 from smallvit.train.fit import new_record
 
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
@@ -76,6 +80,46 @@ def test_failed_run_leaves_a_record_with_traceback_and_is_retried_only_on_reques
     assert names(tried) == [("broken", 0)] and read_record(place).status == "failed"
 
 
+OWN = '''"""A recipe with components of its own."""
+
+from functools import partial
+
+from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate
+
+
+class Own(LocalityAttention):
+    """An attention that only this file knows."""
+
+
+class Broken(LocalityAttention):
+    """An attention that cannot be created."""
+
+    def __init__(self, *arguments, **options):
+        raise ValueError("broken on purpose")
+
+
+model = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
+RUN = Run(model=model, labels=50, val=20, steps=2, batch=8)
+RUNS = ablate({"own": RUN.vary(attention=Own), "broken": RUN.vary(attention=Broken)}, labels=[50], seeds=range(2), references=False)
+'''
+
+
+@pytest.mark.parametrize("edited", ["\n\ndef half-typed(", OWN.replace("class", "x = 1\n\nclass").replace("    def", "    x = 1\n    def")], ids=["half-typed", "changed"])
+def test_workers_use_the_recipe_as_it_was_when_the_command_started(edited, tmp_path):
+    """The file is edited after the first run. A failure still shows the line that failed."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    runs = load_recipe(path).RUNS
+
+    try:
+        records = launch(runs, tmp_path, recipe="own", source=path, jobs=1, show=lambda record: path.write_text(edited))
+    finally:
+        del sys.modules["recipes.own"]
+    assert [(record.arm, record.status) for record in records] == [("own", "finished"), ("broken", "failed")] * 2
+    assert all('raise ValueError("broken on purpose")' in (record.traceback or "") for record in records[1::2])
+    assert f'File "{path}", line 16' in records[3].traceback
+
+
 def test_fail_fast_stops_at_the_first_failure(tmp_path):
     records = launch([BROKEN, *comparison(seeds=2)], tmp_path, recipe="t", jobs=1, fail_fast=True)
     assert [r.status for r in records] == ["failed"]
@@ -117,6 +161,32 @@ def test_renamed_arm_keeps_its_runs_also_as_the_start_of_another_run(tmp_path):
     assert names(trained) == [("tuned", 0)] and trained[0].finished
     other = replace(renamed, run=SHORT.at_seed(1))
     assert recall(other, tmp_path, "t") is None and "plain" in folder(other, tmp_path, "t").parts
+
+
+def test_only_runs_that_have_finished_count_as_trained_by_another_version(tmp_path, monkeypatch, capfd):
+    launch([ENTRY], tmp_path, recipe="t", jobs=1)
+    record_failure(BROKEN, tmp_path, "t", ValueError("broken"))
+    monkeypatch.setattr("smallvit.launch.scheduler.records.code", lambda: {"sha256": "another"})
+    Scheduler([ENTRY, BROKEN], tmp_path, "t")
+    assert "note: 1 runs were trained by another version of smallvit" in capfd.readouterr().err
+
+
+def test_renamed_arm_keeps_the_checkpoint_of_its_interrupted_run(tmp_path):
+    old, renamed = folder(ENTRY, tmp_path, "t"), replace(ENTRY, arm="plain")
+    training = training_of(SHORT, 0)
+    for _ in range(3):
+        training.train_step()
+    training.origin, training.seconds = records.code()["sha256"] + SHORT.data().sha256, 1000.0
+    checkpoint.save([training], old / CHECKPOINT)
+    assert folder(renamed, tmp_path, "t") == old != folder(replace(renamed, run=SHORT.at_seed(1)), tmp_path, "t")
+    (record,) = launch([renamed], tmp_path, recipe="t", jobs=1)
+    assert (record.arm, read_record(old).status) == ("plain", "finished") and not (old / CHECKPOINT).exists()
+    assert record.seconds > 1000, "the run was not resumed"
+    (old / RECORD).unlink()
+    new = folder(renamed, tmp_path, "t")
+    for place in (old, new):
+        checkpoint.save([training], place / CHECKPOINT)
+    assert folder(renamed, tmp_path, "t") == new != old, "a checkpoint under the present name comes first"
 
 
 @pytest.mark.slow

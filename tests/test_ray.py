@@ -26,6 +26,7 @@ from PIL import Image
 from toys import TINY_VIT
 
 from smallvit import ArmRun, Run, Weights, describe, digits, fingerprint, fit, folder, load_recipe
+from smallvit.__main__ import main
 from smallvit.data.images import Rows
 from smallvit.launch import launch, ray_worker, worker
 from smallvit.launch.engine import Settings
@@ -80,8 +81,14 @@ def test_cluster_that_cannot_train_the_runs_is_refused(device, per_gpu, room, na
         resources(device, per_gpu, room)
 
 
+@pytest.mark.parametrize("per_gpu", ["4", "0.25"])
+def test_share_of_a_gpu_needs_runs_on_gpus(per_gpu, capsys):
+    assert main(["run", "quickstart", "--on", "ray", "--per-gpu", per_gpu]) == 2
+    assert "--per-gpu is about GPUs, and the runs have --device cpu; add --device cuda\n" in capsys.readouterr().err
+
+
 def parcel(tasks=(), data=None, weights=None) -> Parcel:
-    return Parcel([*tasks], Settings(None, "cpu", DEFAULT), "", data or {}, weights or {}, ".", "", 1, 30.0)
+    return Parcel([*tasks], Settings(None, "cpu", DEFAULT), data or {}, weights or {}, ".", "", 1, 30.0)
 
 
 def test_run_with_sent_data_and_weights_keeps_its_fingerprint(tmp_path, monkeypatch):
@@ -135,6 +142,16 @@ def test_first_record_of_a_run_stays_and_counts_its_read_of_the_test_images_once
     assert (task.folder / WEIGHTS).read_bytes() == (tmp_path / "worker" / WEIGHTS).read_bytes()
 
 
+def test_restarted_server_uses_the_recipe_as_it_was_when_the_command_started(tmp_path):
+    (tmp_path / "mine.py").write_text("def half-typed(")
+    text = RECIPE.replace("STEPS", "1").replace("loop.CHECKPOINT_SECONDS", "SECONDS")
+    try:
+        FolderServer(Settings(tmp_path / "mine.py", "cpu", DEFAULT, recipe_text=text))
+        assert sys.modules["recipes.mine"].RUNS
+    finally:
+        sys.modules.pop("recipes.mine", None)
+
+
 def test_worker_removes_the_recipe_and_the_weights_that_it_has_received(tmp_path, monkeypatch):
     """Ray ends a worker without running functions registered with atexit, so each group of runs cleans up."""
     monkeypatch.chdir(tmp_path)  # `train_group` changes the working folder
@@ -156,8 +173,8 @@ def test_worker_removes_the_recipe_and_the_weights_that_it_has_received(tmp_path
     monkeypatch.setattr(ray_worker, "fit_group", train)
     text = RECIPE.replace("STEPS", "1").replace("loop.CHECKPOINT_SECONDS", "SECONDS")
     task = Scheduler([ArmRun(run=SHORT, arm="scratch")], tmp_path / "out", "t").task(0)
-    sent = parcel([task])._replace(recipe_text=text, code=code()["sha256"], folder=str(tmp_path))
-    sent = sent._replace(settings=sent.settings._replace(source=Path("/only/there/mine.py")))
+    sent = parcel([task])._replace(code=code()["sha256"], folder=str(tmp_path))
+    sent = sent._replace(settings=sent.settings._replace(source=Path("/only/there/mine.py"), recipe_text=text))
     try:
         for _ in range(2):
             assert str(ray_worker.train_group(sent, None).error) == "broken"

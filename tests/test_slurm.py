@@ -113,6 +113,8 @@ def test_an_option_of_the_user_replaces_ours(calls, given, ours):
     (["--sbatch", "gpu"], "'gpu' is no option"),
     (["--sbatch", "-p gpu 60"], "'60' is no option"),
     (["--sbatch", "-p 'gpu"], "close the quotes"),
+    (["--device", "gpu"], "'gpu' cpu, cuda or auto"),
+    (["--device", "mps"], "'mps' cpu, cuda or auto"),
     (["--fast"], "--fast --stack"),
     (["--smoke"], "--smoke without --on slurm"),
     (["--until-decided"], "--until-decided"),

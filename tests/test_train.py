@@ -419,12 +419,13 @@ def test_checkpoint_is_resumed_at_its_step(tmp_path, monkeypatch):
     assert steps == list(range(10, 24)) and equal(weights(tmp_path / "resumed"), weights(tmp_path / "new"))
 
 
-def test_checkpoint_of_other_code_or_data_starts_again(tmp_path, monkeypatch):
+def test_checkpoint_of_other_code_or_data_starts_again_with_a_note(tmp_path, monkeypatch, capsys):
     leave_checkpoint(tmp_path, origin="other")
     steps, train_step = [], Training.train_step
     monkeypatch.setattr(Training, "train_step", lambda self: (steps.append(self.step), train_step(self)))
     fit(SHORT, tmp_path)
     assert steps == list(range(24)) and not (tmp_path / f"{CHECKPOINT}.damaged").exists()
+    assert f"have changed since the checkpoint {tmp_path / CHECKPOINT}; training starts again" in capsys.readouterr().err
 
 
 def spoil_checkpoint(kind: str, folder: Path):

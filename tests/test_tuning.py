@@ -702,6 +702,13 @@ def test_command_tunes_all_arms_without_reading_a_test_image(tmp_path, monkeypat
     assert len(records) == 12 and all(r["test"] is None and r["seed"] >= FIRST_SEED for r in records)
     tuned = [entry for entry in load_recipe(path).RUNS if entry.tuning]
     assert [(e.arm, e.seed, e.tuning["trials"]) for e in tuned] == [(a, s, 4) for s in (0, 1) for a in ("scratch", "other")]
+    link = tmp_path / "links" / path.name
+    link.parent.mkdir()
+    link.symlink_to(path)
+    assert not any(entry.tuning for entry in load_recipe(link).RUNS), "the files of a link lie beside the link"
+    tuned_file(path).rename(tuned_file(link))
+    assert sum(entry.tuning is not None for entry in load_recipe(link).RUNS) == 4 and not tuned_file(path).exists()
+    tuned_file(link).rename(tuned_file(path))
     monkeypatch.setattr("smallvit.commands.tune.tune_arms", lambda todo, *_, **__: pytest.fail("tuned again") if todo else [])
     assert main(["tune", str(path)]) == 0
 
@@ -737,6 +744,8 @@ def test_recipe_that_is_tuned_at_some_labels_only_can_be_used_and_completed(tmp_
     assert f"written: {tuned_file(path).name}; {left} --out 'my runs'" in capsys.readouterr().out
     assert main(["run", "partly_tuned.py", "--only", "labels=50", "settings=tuned", "--jobs", "1"]) == 0
     assert f"note: {left}\n" in capsys.readouterr().err
+    assert main(["run", "partly_tuned.py", "--dry-run", "--out", "my runs", "--only", "arm=scratch", "seed=0"]) == 0
+    assert f"note: {left} --out 'my runs'\n" in capsys.readouterr().err
     assert main(["run", "partly_tuned.py", "--only", "settings=tuned", "labels=100"]) == 2
     assert "this recipe has no labels '100'; did you mean" in capsys.readouterr().err
     for command in ("status", "report"):

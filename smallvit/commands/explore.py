@@ -14,6 +14,7 @@ from smallvit.launch import launch
 from smallvit.launch.autotune import stack_to_use
 from smallvit.launch.gpus import cuda_for_auto
 from smallvit.launch.launcher import check_device
+from smallvit.launch.progress import error_lines
 from smallvit.launch.tune import may_succeed
 from smallvit.looks import seed_list
 from smallvit.numerics import Numerics, parse_numerics
@@ -23,6 +24,8 @@ from smallvit.record import Record, code
 from smallvit.run import fingerprint
 from smallvit.trials import add_trial, trials, trials_file
 from smallvit.verdicts.score import score_named
+
+from .stored import check_out
 
 SEEDS = 1_000  # an exploration seed is a seed of the recipe plus this number
 MOST_SEEDS = 32  # `--until-decided` may add seeds up to this number
@@ -41,10 +44,11 @@ def main(options: argparse.Namespace) -> int:
     """
     device = cuda_for_auto(options.device)
     check_device(device)
+    check_out(Path(options.out))
     path = find_recipe(options.recipe)
     module = load_recipe(path)
-    if any(text.startswith("seed=") for text in options.only):
-        raise ValueError("--only seed=... cannot be used here: smallvit explore uses seeds of its own; use --seeds N")
+    if wrong := next((text for text in options.only if text.startswith(("seed=", "pass="))), None):
+        raise ValueError(f"--only {wrong[:5]}... cannot be used here: smallvit explore uses seeds of its own; use --seeds N")
     chosen = only(module.RUNS, options.only) if options.only else [e for e in module.RUNS if e.role != "reference"]
     runs = exploration_runs(chosen, module.RUNS, options.seeds)
     if without := next((entry.arm for entry in runs if entry.run.val == 0), None):
@@ -56,6 +60,7 @@ def main(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     out = Path(options.out) / "explore"
+    check_out(out, create=True)
     trials(path, Path(options.out) / path.stem)  # a damaged list is found before the training
     records = launch(
         runs,
@@ -89,8 +94,12 @@ def main(options: argparse.Namespace) -> int:
     counts = trials(path, Path(options.out) / path.stem, module.RUNS)
     arms = dict.fromkeys(entry.arm for entry in runs)
     print("trials of each arm so far: " + ", ".join(f"{arm} {counts.get(arm, 0)}" for arm in arms))
-    if left:
-        print(f"{left} of {len(runs)} runs have not finished; start the command again to train them")
+    for line in error_lines(record for record in records if not record.finished):
+        print(line, file=sys.stderr)
+    if infinite := sum(record.status == "failed" and not may_succeed(record) for record in records):
+        print(f"{infinite} of {len(runs)} runs had an infinite loss and are not trained again; lower their learning rate")
+    if left > infinite:
+        print(f"{left - infinite} of {len(runs)} runs have not finished; start the command again to train them")
     return int(left > 0)
 
 

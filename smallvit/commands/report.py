@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from smallvit.ablation import ArmRun
-from smallvit.launch.progress import error_text
+from smallvit.launch.progress import error_lines
 from smallvit.launch.results import Damaged, folder, placed, recall, tags
 from smallvit.looks import with_looks
 from smallvit.recipe import by_settings, find_recipe, import_recipe, load_recipe
@@ -27,7 +27,7 @@ from smallvit.verdicts.compare import compare
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
 from .mistakes import image_names, show_mistakes
-from .stored import known_looks, removed_comparisons, seeds_in, stored_records, unused_seeds, with_present_names
+from .stored import check_out, known_looks, removed_comparisons, seeds_in, stored_records, unused_seeds, with_present_names
 from .tune import untuned_note
 
 
@@ -70,7 +70,7 @@ def report(options: argparse.Namespace) -> int:
     """
     path = find_recipe(options.recipe)
     module = load_recipe(path)
-    if note := untuned_note(module.RUNS, options.recipe):
+    if note := untuned_note(module.RUNS, options.recipe, options.out):
         print(note, file=sys.stderr)
     runs, out = scaled(module.RUNS, options)
     published = path.with_suffix(".jsonl")
@@ -82,7 +82,7 @@ def report(options: argparse.Namespace) -> int:
         return 0
     if all(record.status == "missing" for record in records):
         if not committed:
-            command = f"smallvit run {options.recipe}{scale_option(options.scale_steps)}"
+            command = run_command(path, Path(options.out), scale_option(options.scale_steps))
             raise ValueError(f"no runs of {path.stem} in {out}; start them with: {command}")
         records = with_present_names(committed, module.RUNS)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
@@ -150,9 +150,10 @@ def scaled(runs: Sequence[ArmRun], options: argparse.Namespace) -> tuple[list[Ar
     """Return a list of runs with more training steps, and the folder in which their results are stored. The number of steps is
     multiplied by the command-line option `--scale-steps`. Runs with tuned settings are left out, because their settings were
     tuned for another number of steps. The runs are then those that the recipe file itself lists, also if tuned runs have
-    replaced them in `runs` because of `Tune(common=False)`.
+    replaced them in `runs` because of `Tune(common=False)`. Raises ValueError if the folder `--out` cannot be used.
     """
     factor, out = options.scale_steps, Path(options.out)
+    check_out(out)
     if factor == 1:
         return list(runs), out
     if any(entry.tuning is not None for entry in runs):
@@ -182,10 +183,14 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
 
     Each record also says how many comparisons were removed from the recipe, which other seeds its arm (variant) was trained
     with, and how many settings of this arm have been scored on the test images until now. A damaged record counts as missing,
-    and the path of the damaged file is printed.
+    and the path of the damaged file is printed. A note says how many runs have no line in the file of these scorings.
     """
     stored = stored_records(out, recipe)
-    reads = all_reads(out / recipe / READS)
+    reads = all_reads(file := out / recipe / READS)
+    known = {read["fingerprint"] for read in reads}
+    if lost := sum(bool(record.test_settings) and record.fingerprint not in known for record in stored):
+        advice = f"if you have copied the runs of several machines into one folder, join their files {READS}"
+        print(f"note: {file} has no line for {lost} runs that were scored on test images; {advice}", file=sys.stderr)
     removed = removed_comparisons(runs, stored, [read["fingerprint"] for read in reads])
     unused = unused_seeds(runs, stored)
     records = []
@@ -269,9 +274,8 @@ def status(records: Sequence[Record]) -> int:
     for kind, words in lost.items():
         if count[kind]:
             print(f"smallvit: {count[kind]} of {total} runs {words} again", file=sys.stderr)
-        errors = Counter((record.arm, error_text(record)) for record in records if record.status == kind)
-        for (arm, error), times in errors.items():
-            print(f"  {arm}: {error}" + f" ({times} runs)" * (times > 1), file=sys.stderr)
+        for line in error_lines(record for record in records if record.status == kind):
+            print(line, file=sys.stderr)
     if count["unavailable"]:
         arms = dict.fromkeys(record.arm for record in records if record.status == "unavailable")
         text = f"{count['unavailable']} runs are left out, because their weights are unavailable: {', '.join(arms)}"

@@ -19,6 +19,7 @@ from smallvit.launch.local import environment_variables
 from smallvit.launch.plan import plan, tokens_left
 from smallvit.launch.ray_engine import RayEngine
 from smallvit.launch.results import Damaged, recall
+from smallvit.launch.scheduler import is_untrained
 from smallvit.launch.shards import BUSY, divide
 from smallvit.launch.slurm import submit
 from smallvit.looks import Looks, with_looks
@@ -28,8 +29,8 @@ from smallvit.record import RETRIED, Record
 from smallvit.trackers import TrackerProcess, check_tracker
 
 from .report import check_excluded, collect, runs_to_send, scale_option, scaled, status, write_report
-from .stored import known_looks
-from .tune import untuned_note
+from .stored import check_out, known_looks
+from .tune import command_text, untuned_note
 from .until_decided import begin, train_until_decided
 
 
@@ -60,9 +61,9 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     if any(e.tune is not None for e in module.RUNS) and all(e.tuning is None for e in module.RUNS):
-        advice = f"run `{shlex.join(['smallvit', 'tune', options.recipe])}` first; only the common settings are trained now"
+        advice = f"run `{command_text('tune', options.recipe, options.out)}` first; only the common settings are trained now"
         print(f"note: the recipe declares tuning; {advice}", file=sys.stderr)
-    if note := untuned_note(module.RUNS, options.recipe):
+    if note := untuned_note(module.RUNS, options.recipe, options.out):
         print(note, file=sys.stderr)
     recipe_runs, out = scaled(module.RUNS, options)
     looks = known_looks(recipe_runs, out, path.stem)
@@ -85,10 +86,7 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
         return 0
     if not runs:  # of this shard
         return end_shard([], options)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be created ({error}); choose another folder") from error
+    check_out(out, create=True)
     if options.smoke:
         shutil.rmtree(out / path.stem, ignore_errors=True)  # a smoke test trains again each time
     for arm, tokens in tokens_left(runs).items():
@@ -127,13 +125,14 @@ def print_plan(
     name of the recipe file, `options` are the command-line arguments, and `jobs` is the number of worker processes.
     """
 
-    def finished(entry: ArmRun) -> bool:
+    def ended(entry: ArmRun) -> str | None:
         record = None
         with suppress(Damaged):
-            record = recall(entry, out, recipe)
-        return not options.smoke and record is not None and record.finished
+            record = None if options.smoke else recall(entry, out, recipe)
+        untrained = is_untrained(record, lambda record: options.retry and not record.finished)
+        return None if record is None or untrained else record.status
 
-    print(plan(runs, jobs, device_to_measure(options), finished, recipe_runs, time.perf_counter() - options.started))
+    print(plan(runs, jobs, device_to_measure(options), ended, recipe_runs, time.perf_counter() - options.started))
     if faster := [f"--{name}" for name in ("stack", "fast") if getattr(options, name)]:
         print(f"the time is that without {' and '.join(faster)}; the runs may be faster with it")
     elif options.device == "cuda" and chooses_stack(options):
@@ -183,7 +182,9 @@ NEEDED = {  # options that have a meaning only with another one: one of these
 
 
 def check_options(options: argparse.Namespace):
-    """Raise ValueError if the options of the command line contradict each other, as the tables `EXCLUDED` and `NEEDED` say."""
+    """Raise ValueError if the options of the command line contradict each other, as the tables `EXCLUDED` and `NEEDED` say, or
+    if `--per-gpu` does not suit where and on which device the runs are trained.
+    """
     values = {"--" + name.replace("_", "-"): value for name, value in vars(options).items() if value}
     seeds = [text.partition("=")[0] for text in options.only if text.startswith(("seed=", "pass="))]
     given = {*values, f"--on {options.on}", *(f"--only {name}=..." for name in seeds)}
@@ -191,6 +192,8 @@ def check_options(options: argparse.Namespace):
     for flag, others in NEEDED.items():
         if flag in given and given.isdisjoint(others):
             raise ValueError(f"{flag} {values[flag]} needs {' or '.join(others)}; add it, or remove {flag}")
+    if options.per_gpu and options.on == "ray" and options.device not in ("cuda", "auto"):
+        raise ValueError(f"--per-gpu is about GPUs, and the runs have --device {options.device}; add --device cuda")
     if isinstance(options.per_gpu, float) and options.on != "ray":
         raise ValueError(
             f"--per-gpu is {options.per_gpu}, the share of a GPU, which only --on ray understands; expected the number of "

@@ -1,6 +1,7 @@
 """What the folder of a recipe's runs says beyond the runs that the recipe lists: removed comparisons, other seeds, looks."""
 
 import math
+import os
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,13 +16,26 @@ from smallvit.verdicts.compare import schedule
 from smallvit.verdicts.comparison import Condition, condition_of
 
 
+def check_out(out: Path, create: bool = False):
+    """Raise ValueError if the folder of all results, `out`, is a file or lies below one. With `create`, create the folder if it
+    is not there, and also raise ValueError if this is not possible.
+    """
+    nearest = next(place for place in (out, *out.absolute().parents) if os.path.exists(place))
+    try:
+        (out if create else nearest).mkdir(parents=True, exist_ok=True)  # an error if it is a file
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be created ({error}); choose another folder") from error
+
+
 def stored_records(out: Path, recipe: str) -> list[Record]:
     """Return the records (saved results) of all finished runs in the folder of a recipe, also of runs that the recipe no longer
-    lists. `out` is the folder of all results, and `recipe` is the name of the recipe file. Damaged records, and records of
-    another version of smallvit, are left out.
+    lists, and also if they were trained when recipe and folder had another name. `out` is the folder of all results, and
+    `recipe` is the name of the recipe file. Damaged records, and records of another version of smallvit, are left out.
     """
-    folders = [path.parent for path in sorted((out / recipe).rglob(RECORD))]
-    return [record for record in finished_records(folders) if record.recipe == recipe]
+    place = out / recipe
+    folders = [path.parent for path in sorted(place.rglob(RECORD))]
+    # not deeper: the folder of a recipe called "explore" or "tuning" also holds the folders of other recipes
+    return finished_records(folder for folder in folders if len(folder.relative_to(place).parts) <= 3)
 
 
 def finished_records(folders: Iterable[Path]) -> list[Record]:

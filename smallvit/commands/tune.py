@@ -15,6 +15,7 @@ from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import format_labels
 from smallvit.report.format import join_names
+from smallvit.report.page import out_option
 from smallvit.run import fingerprint
 from smallvit.tuning import (
     Tune,
@@ -28,6 +29,8 @@ from smallvit.tuning import (
     untuned_cells,
     write,
 )
+
+from .stored import check_out
 
 LARGE_LOSS = 0.002  # the page recommends more validation images or seeds above this expected loss
 
@@ -46,6 +49,7 @@ def main(options: argparse.Namespace) -> int:
 
     device = cuda_for_auto(options.device)
     check_device(device)
+    check_out(Path(options.out))
     check_optuna("tune")
     path = find_recipe(options.recipe)
     module = load_recipe(path, tuned=False)
@@ -62,6 +66,7 @@ def main(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(plan(todo, left_out, tune, len(known)))
         return 0
+    check_out(Path(options.out), create=True)
     for arm in left_out:
         print(f"{arm.arm}, {format_labels(arm.labels)}: {arm.note}")
     tuned = tune_arms(
@@ -81,7 +86,8 @@ def main(options: argparse.Namespace) -> int:
         write(file, tune, in_order)
     print(table(in_order))
     left = untuned_text([cell for cell in one_per_cell(common) if cell not in found], options.recipe, options.out)
-    print(f"written: {file}; {left or f'smallvit run {options.recipe} now trains the tuned runs, too'}")
+    run = command_text("run", options.recipe, options.out)
+    print(f"written: {file}; {left or f'{run} now trains the tuned runs, too'}")
     apply(common, file)
     return 0
 
@@ -94,17 +100,23 @@ def untuned_text(cells: Sequence[tuple[str, int | None]], recipe: str, out: str 
     names = [f"{arm} at {format_labels(labels)}" for arm, labels in cells]
     if not names:
         return ""
-    command = shlex.join(["smallvit", "tune", recipe, *(["--out", out] if out != "runs" else [])])
-    return f"not tuned yet: {join_names(names)}; to tune the rest: {command}"
+    return f"not tuned yet: {join_names(names)}; to tune the rest: {command_text('tune', recipe, out)}"
 
 
-def untuned_note(runs: Sequence[ArmRun], recipe: str) -> str:
+def untuned_note(runs: Sequence[ArmRun], recipe: str, out: str = "runs") -> str:
     """Return a note about arms (variants) that have not been tuned although others have, and the command that tunes them.
-    `runs` are all runs of the recipe, and `recipe` is its name or path. If all arms have been tuned, or none, the text is
-    empty.
+    `runs` are all runs of the recipe, `recipe` is its name or path, and `out` is the folder of all results. If all arms have
+    been tuned, or none, the text is empty.
     """
     tuned = any(entry.tuning is not None for entry in runs)
-    return "note: " + text if tuned and (text := untuned_text(untuned_cells(runs), recipe)) else ""
+    return "note: " + text if tuned and (text := untuned_text(untuned_cells(runs), recipe, out)) else ""
+
+
+def command_text(name: str, recipe: str, out: str) -> str:
+    """Return a command as text that can be copied into a shell, such as `smallvit tune R`. `name` is that of the command,
+    `recipe` is the name or path of the recipe, and `out` is the folder of all results.
+    """
+    return f"smallvit {name} {shlex.quote(recipe)}{out_option(Path(out))}"
 
 
 def check_optuna(command: str):

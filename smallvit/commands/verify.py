@@ -8,11 +8,11 @@ from smallvit.ablation import ArmRun
 from smallvit.launch import launch
 from smallvit.launch.launcher import check_device
 from smallvit.numerics import Numerics
-from smallvit.recipe import find_recipe, load_recipe, only
+from smallvit.recipe import filter_value, find_recipe, load_recipe, only
 from smallvit.record import Record, code, read_records
 from smallvit.report import compare_with_committed
 
-from .stored import with_present_names
+from .stored import check_out, with_present_names
 
 
 def main(options: argparse.Namespace) -> int:
@@ -20,10 +20,12 @@ def main(options: argparse.Namespace) -> int:
     file. `options` are the arguments of the command line. Return the exit status: 0 if all results agree, otherwise 1.
 
     By default these are the first seeds of the condition that is cheapest to train: the fewest labels, common settings and the
-    shortest training. Each run is computed as its record says: with the same precision, attention kernel and compilation, and
-    in a stack of the same size where the records contain the other members of this stack.
+    shortest training. With `--only`, they are all runs that have what it names, such as a seed. Each run is computed as its
+    record says: with the same precision, attention kernel and compilation, and in a stack of the same size where the records
+    contain the other members of this stack.
     """
     check_device(options.device)
+    check_out(Path(options.out))
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     published = path.with_suffix(".jsonl")
@@ -37,11 +39,8 @@ def main(options: argparse.Namespace) -> int:
     known = {key(record) for record in committed}
     if without := sum(key(entry) not in known for entry in module.RUNS):
         print(f"{without} of {len(module.RUNS)} runs of the recipe have no committed record, so they cannot be verified")
-    runs = only(published_runs, [*options.only, *([f"labels={options.labels}"] if options.labels else [])])
-    cheapest = min(runs, key=lambda e: (e.labels is None, e.labels or 0, e.tuning is not None, e.length or 0))
-    runs = [entry for entry in runs if key(entry)[1:-1] == key(cheapest)[1:-1]]
-    seeds = sorted({entry.seed for entry in runs})[: options.seeds]
-    requested = [entry for entry in runs if entry.seed in seeds]
+    filters = [*options.only, *([f"labels={options.labels}"] if options.labels else [])]
+    requested = runs_to_verify(published_runs, filters, options.seeds)
     again: dict[tuple, Record] = {}
     for (numerics, stack), group in launches(requested, published_runs, recorded).items():
         settings = f"{numerics.describe()}{f' stack {stack}' if stack > 1 else ''}".replace(", ", "-").replace(" ", "-")
@@ -66,6 +65,25 @@ def main(options: argparse.Namespace) -> int:
         agree = False
     print("verified: every run agrees with its committed record" if agree else "NOT verified: see above")
     return 0 if agree else 1
+
+
+def runs_to_verify(runs: Sequence[ArmRun], filters: Sequence[str], seeds: int) -> list[ArmRun]:
+    """Return the list of the runs to train again: those of `runs` that pass all `filters`, which are texts as `--only` gets
+    them, such as "seed=0-3". What no filter names is chosen: the fewest labels, common settings, the shortest training, and the
+    `seeds` smallest seeds.
+
+    Raises ValueError if `seeds` is larger than 1 and a filter names seeds.
+    """
+    named, selected = {text.partition("=")[0] for text in filters}, only(runs, filters)
+    cheapest = min(selected, key=lambda e: (e.labels is None, e.labels or 0, e.tuning is not None, e.length or 0))
+    for name in {"labels", "length", "settings"} - named:
+        selected = [entry for entry in selected if filter_value(entry, name) == filter_value(cheapest, name)]
+    if named & {"seed", "pass"}:
+        if seeds > 1:
+            raise ValueError(f"--seeds {seeds} cannot be used with --only seed=..., which names all seeds; remove one of them")
+        return selected
+    first = sorted({entry.seed for entry in selected})[:seeds]
+    return [entry for entry in selected if entry.seed in first]
 
 
 def key(run: ArmRun | Record) -> tuple:

@@ -17,20 +17,22 @@ from .scheduler import Task
 class Settings(NamedTuple):
     """What is the same for all runs that an engine trains.
 
-    source           the recipe file, if it defines components that the runs use
+    source           the absolute path of the recipe file, if it defines components that the runs use
     device           "cpu", "cuda", "mps" or "auto"
     numerics         precision, attention kernel and compilation
     validation_only  score the runs on validation images only
     reads            the file in which reads of the test images are counted, or None
     curves           measure the validation accuracy during training
+    recipe_text      the source code of the recipe file when the command started: the file may be edited during the training
     """
 
-    source: str | Path | None
+    source: Path | None
     device: str
     numerics: Numerics
     validation_only: bool = False
     reads: Path | None = None
     curves: bool = True
+    recipe_text: str = ""
 
 
 class Engine(ABC):

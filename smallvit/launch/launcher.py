@@ -12,6 +12,7 @@ from pathlib import Path
 
 from smallvit.ablation import ArmRun
 from smallvit.numerics import DEFAULT, Numerics, check_numerics
+from smallvit.recipe import imported_text
 from smallvit.record import Record
 from smallvit.train.read_log import READS
 
@@ -50,7 +51,8 @@ def launch(
     runs         the runs to train, as `ablate` returns them
     out, recipe  the runs lie in the folder `out/recipe`
     recipe_runs  all runs of the recipe, if `runs` is a part of them. A dependency that is one of them keeps its folder
-    source       the recipe file, if it defines components that the runs use
+    source       the recipe file, if it defines components that the runs use. The workers use it as it was imported, also if
+                 it is edited during the training
     jobs         number of worker processes; None means one for each core, or with CUDA four on each GPU
     gpus         the GPU of each worker process, as a value of CUDA_VISIBLE_DEVICES. A GPU that occurs twice is used by two
                  processes. There are then as many processes as values, and `jobs` does not count. The default is all GPUs of
@@ -103,7 +105,9 @@ def launch(
     if not schedule.queue:
         schedule.bar.close()
         return schedule.requested_records
-    settings = Settings(source, device, numerics, validation_only, reads, curves)
+    path = None if source is None else Path(source).resolve()
+    recipe_text = "" if path is None else imported_text(path) or path.read_text(encoding="utf-8")
+    settings = Settings(path, device, numerics, validation_only, reads, curves, recipe_text)
     trainer = engine(settings, len(schedule.queue))
     try:
         text = f"{recipe}: training {len(schedule.queue)} runs; starting {trainer.slots} worker processes"

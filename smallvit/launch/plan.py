@@ -39,17 +39,17 @@ def plan(
     runs: Sequence[ArmRun],
     jobs: int | None,
     device: str,
-    finished: Callable[[ArmRun], object] = lambda entry: False,
+    ended: Callable[[ArmRun], str | None] = lambda entry: None,
     recipe_runs: Sequence[ArmRun] = (),
     startup: float = 0.0,
 ) -> str:
     """Return a text about the planned runs: the arms (variants), how they differ from their baseline, and the expected training
     time. `runs` are the selected runs, `recipe_runs` all runs of the recipe. `jobs` is the number of worker processes, `device`
-    is, for example, "cpu", the function `finished` says whether a run has finished, and `startup` are the seconds that the
-    command has taken so far.
+    is, for example, "cpu", and `startup` are the seconds that the command has taken so far. The function `ended` returns how a
+    run that is not trained any more has ended, "finished" or "failed", and None for the others.
 
-    The time is that of the runs that have not finished. An earlier run that is needed and is one of `recipe_runs` keeps the
-    name of its arm.
+    The time is that of the runs that are still to be trained. An earlier run that is needed and is one of `recipe_runs` keeps
+    the name of its arm. An arm whose loss becomes infinite in the measured steps has no time.
 
     The time is measured: a few training steps, the validation and the evaluation of one run of each arm, and the start of the
     workers. `startup` is added to it. It is longer if other programs use the processor. Nothing is trained to the end and
@@ -61,7 +61,8 @@ def plan(
     check_device(device)
     runs, _ = with_dependencies(runs, recipe_runs)
     runs = list({(entry.arm, fingerprint(entry.run)): entry for entry in reversed(runs)}.values())[::-1]  # each run once
-    left = [entry for entry in runs if not finished(entry)]
+    endings = {id(entry): ended(entry) for entry in runs}
+    left = [entry for entry in runs if endings[id(entry)] is None]
     jobs = max(1, min(jobs or cores(), len(left)))
     tokens, others = tokens_left(runs), computing_processes() if device == "cpu" else 0.0
     data = []
@@ -73,22 +74,25 @@ def plan(
     baseline_arm = only_baseline(listed)
     now: list[float] = []
     after_download: list[float] = []
-    lines = []
+    lines, untimed = [], 0
     for arm, length, tuned in dict.fromkeys(kind(entry) for entry in runs):
         same = [entry for entry in runs if kind(entry) == (arm, length, tuned)]
-        entry, run, count = same[0], same[0].run, len(same)
-        unfinished = sum(kind(other) == (arm, length, tuned) for other in left)
+        entry, run = same[0], same[0].run
+        untrained = sum(kind(other) == (arm, length, tuned) for other in left)
         try:
-            seconds = estimate(run, device)
             weights = run.init if isinstance(run.init, Weights) and run.init.local_path() is None else None
+            seconds = estimate(run, device)
+            time_text = f"about {seconds:.0f} s each"
+            (after_download if weights else now).extend([seconds] * untrained)
+        except FloatingPointError as error:
+            time_text, untimed = f"cannot be timed: {error}", untimed + untrained
         except Exception as error:
             line = user_line("".join(traceback.format_exception(error)))
             raise ValueError(f"arm {arm!r}: {type(error).__name__}: {error}" + f" ({line})" * bool(line)) from error
-        (after_download if weights else now).extend([seconds] * unfinished)
-        note = f"; {count - unfinished} have finished" if unfinished < count else ""
+        note = "".join(f"; {text}" for text in ending_texts([endings[id(other)] for other in same]))
         note += f"; {weights.name} must be downloaded" if weights else ""
         runs_text = run_count([e.seed for e in same], run.folds)
-        lines.append(f"{arm}{', tuned' * tuned}: {runs_text} of {run.steps} steps, about {seconds:.0f} s each{note}")
+        lines.append(f"{arm}{', tuned' * tuned}: {runs_text} of {run.steps} steps, {time_text}{note}")
         lines += [f"    {tokens[arm]}"] if arm in tokens else []
         control = entry.baseline or baseline_arm
         same_arm = [e for e in listed if e.arm == control != arm]
@@ -101,9 +105,18 @@ def plan(
     more = f" (and {clock(later)} for the runs whose weights must be downloaded)" if later else ""
     source = "estimated from a few steps and one evaluation of each arm"
     text = f"about {clock(total)}{more} with {jobs} worker processes on {device}, {source}"
+    text += f"; without {untimed} runs that cannot be timed" * bool(untimed)
     text += f"; other programs keep about {others:.0f} cores busy, which makes it slower" * (others >= 0.5)
-    done = f"{len(runs) - len(left)} have finished, the others take " if len(left) < len(runs) else ""
-    return "\n".join([*data, *lines, f"{len(runs)} runs, {done}{text}"])
+    done = [*ending_texts([*endings.values()]), "the others take "] if len(left) < len(runs) else [""]
+    return "\n".join([*data, *lines, f"{len(runs)} runs, {', '.join(done)}{text}"])
+
+
+def ending_texts(endings: Sequence[str | None]) -> list[str]:
+    """Return texts that say how many runs have finished, and how many have failed, without those that are 0. `endings` has
+    "finished", "failed" or None for each run.
+    """
+    texts = {"finished": "have finished", "failed": "have failed (--retry trains them again)"}
+    return [f"{endings.count(ending)} {text}" for ending, text in texts.items() if ending in endings]
 
 
 def data_text(data: Dataset) -> str:
@@ -150,9 +163,9 @@ def estimate(run: Run, device: str) -> float:
         training.train_step()
         training.validate()
 
+    both = milliseconds([step_and_validate], repeats=1)[0] / 1e3  # first: after many more steps, the loss may be infinite
     step = step_time(training)
-    validation = milliseconds([step_and_validate], repeats=1)[0] / 1e3 - step
-    return seconds + run.steps * step + min(CHECKS, run.steps) * max(validation, 0.0)
+    return seconds + run.steps * step + min(CHECKS, run.steps) * max(both - step, 0.0)
 
 
 def step_time(training: "Training") -> float:

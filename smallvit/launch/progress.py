@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from shutil import get_terminal_size
 
 from smallvit.ablation import ArmRun
@@ -257,6 +257,14 @@ def error_text(record: Record) -> str:
     """
     line = user_line(record.traceback or "")
     return f"{record.error} ({line})" if line else str(record.error)
+
+
+def error_lines(records: Iterable[Record]) -> list[str]:
+    """Return a line of text for each arm (variant) and error of runs that did not finish, with the number of these runs.
+    `records` are their records (saved results).
+    """
+    errors = Counter((record.arm, error_text(record)) for record in records)
+    return [f"  {arm}: {error}" + f" ({times} runs)" * (times > 1) for (arm, error), times in errors.items()]
 
 
 def clock(seconds: float) -> str:

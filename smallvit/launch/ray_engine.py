@@ -76,9 +76,7 @@ class RayEngine(Engine):
         self.groups, self.jobs, self.checkpoint_seconds = groups, jobs, checkpoint_seconds
         self.needs = resources(settings.device, per_gpu, ray.cluster_resources())
         check_machines(ray)
-        source = settings.source and Path(settings.source).absolute()
-        self.settings = settings._replace(source=source, reads=settings.reads and settings.reads.absolute())
-        self.recipe_text = source.read_text(encoding="utf-8") if source else ""
+        self.settings = settings._replace(reads=settings.reads and settings.reads.absolute())
         server = ray.remote(FolderServer).options(
             num_cpus=0,
             scheduling_strategy=on_machine(ray, ray.get_runtime_context().get_node_id()),
@@ -186,9 +184,8 @@ class RayEngine(Engine):
                 weights[weights_key(task.run)] = path.name, self.weights[path]
         data = {key: self.data[key] for key in map(data_key, plain)}
         return Parcel(
-            tasks, self.settings, self.recipe_text, data, weights, os.getcwd(), records.code()["sha256"], self.started,
-            self.checkpoint_seconds,
-        )  # fmt: skip
+            tasks, self.settings, data, weights, os.getcwd(), records.code()["sha256"], self.started, self.checkpoint_seconds
+        )
 
     def send_data(self, dataset: Dataset) -> Any:
         """Send a data set to the cluster, and return the reference to it. Pixels in a memory-mapped file are not sent, because

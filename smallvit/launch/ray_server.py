@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from smallvit import record as records
-from smallvit.recipe import load_recipe
+from smallvit.recipe import import_recipe
 from smallvit.record import Record
 from smallvit.run import rebuild
 from smallvit.storage import locked, remove_leftovers, temporary, write_atomic
@@ -36,7 +36,7 @@ class FolderServer:
     def __init__(self, settings: Settings):
         self.reads, self.steps = settings.reads, dict[int, float]()
         if settings.source is not None:
-            load_recipe(settings.source, tuned=False)
+            import_recipe(settings.source, settings.recipe_text)
 
     def exists(self, path: Path) -> bool:
         """Return whether a file exists on this machine. A worker that has just written it thus finds out whether it sees the

@@ -57,7 +57,6 @@ class Parcel(NamedTuple):
 
     tasks               the settings and folders of the runs; the folders are those on the machine of the driver
     settings            what is the same for all runs
-    recipe_text         the source code of the recipe file
     data                the data sets, by `data_key`: a reference to the data set or, if it is too large to be sent, its hash
     weights             external weights, by `weights_key`: the name of the file, and a reference to its content
     folder              the working folder of the driver
@@ -68,7 +67,6 @@ class Parcel(NamedTuple):
 
     tasks: list[Task]
     settings: Settings
-    recipe_text: str
     data: dict[str, Any]
     weights: dict[str, tuple[str, Any]]
     folder: str
@@ -103,7 +101,7 @@ def train_group(parcel: Parcel, server: Any) -> list[Record] | Failure:
         torch.set_num_threads(1)
         settings = parcel.settings
         if settings.source is not None:
-            load_recipe(local_recipe(Path(settings.source), parcel.recipe_text), tuned=False)
+            load_recipe(local_recipe(settings.source, settings.recipe_text), tuned=False)
         runs = [rebuild(task.run) for task in parcel.tasks]
         for run, task in zip(runs, parcel.tasks):
             use_sent_files(run, task.run, parcel)

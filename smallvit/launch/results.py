@@ -16,6 +16,7 @@ from smallvit.record import Record
 from smallvit.run import Run, fingerprint
 from smallvit.shapes import printable
 from smallvit.storage import NotWritten, locked, read_bounded
+from smallvit.train.checkpoint import runs_in
 from smallvit.train.failures import has_text, is_out_of_memory
 from smallvit.train.fit import Tags, new_record
 from smallvit.train.publish import publish
@@ -58,7 +59,8 @@ def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
     images, the arm (variant), the seed and a hash of the settings.
 
     Different runs have different folders, and the names are readable for people. If there is no record in this folder, but the
-    same run has one under another name of the arm, the result is that folder: the arm was renamed.
+    same run has one under another name of the arm, the result is that folder: the arm was renamed. The same holds for a
+    checkpoint, if the run was interrupted before the arm was renamed.
 
     The name of the arm is reduced to letters, digits, "+", "-" and ".". Runs that are trained only because another run needs
     them lie in `dependencies`, because different comparisons may give them different names.
@@ -69,8 +71,10 @@ def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
     place = arms / ("dependencies" if entry.role == "dependency" else arm) / name
     if entry.role == "dependency" or (place / records.RECORD).exists():
         return place
-    others = [path.parent for path in sorted(arms.glob(f"*/{name}/{records.RECORD}")) if path.parts[-3] != "dependencies"]
-    return next((other for other in others if holds(other, entry.run)), place)
+    others = [path for path in sorted(arms.glob(f"*/{name}")) if path.parent.name != "dependencies"]
+    if recorded := next((other for other in others if holds(other, entry.run)), None):
+        return recorded
+    return next((other for other in (place, *others) if fingerprint(entry.run) in checkpoint_runs(other)), place)
 
 
 def holds(place: Path, run: Run) -> bool:
@@ -80,6 +84,16 @@ def holds(place: Path, run: Run) -> bool:
     except (OSError, ValueError):
         return False
     return record is not None and record.fingerprint == fingerprint(run)
+
+
+def checkpoint_runs(place: Path) -> list[str]:
+    """Return the fingerprints of the runs in the checkpoint in a folder, or an empty list if there is none. There are several
+    if they were trained together as one model.
+    """
+    try:
+        return runs_in(place / records.CHECKPOINT)
+    except OSError:
+        return []
 
 
 def tags(entry: ArmRun, recipe: str) -> Tags:

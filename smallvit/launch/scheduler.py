@@ -17,13 +17,12 @@ from smallvit.pretrained import Unavailable, Weights
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
 from smallvit.storage import can_lock
-from smallvit.train.checkpoint import runs_in
 from smallvit.train.failures import is_out_of_memory
 from smallvit.train.fit import Tags
 from smallvit.train.publish import tidy
 
 from .progress import Bar
-from .results import Damaged, Killed, blocked_by, folder, is_interruption, placed, recall, record_failure, tags
+from .results import Damaged, Killed, blocked_by, checkpoint_runs, folder, is_interruption, placed, recall, record_failure, tags
 
 
 class Task(NamedTuple):
@@ -315,16 +314,6 @@ def is_untrained(record: Record | None, try_again: Callable[[Record], bool]) -> 
     return record is None or record.status in records.RETRIED or try_again(record)
 
 
-def checkpoint_runs(place: Path) -> list[str]:
-    """Return the fingerprints of the runs in the checkpoint in a folder, or an empty list if there is none. There are several
-    if they were trained together as one model.
-    """
-    try:
-        return runs_in(place / records.CHECKPOINT)
-    except OSError:
-        return []
-
-
 def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int]]) -> list[int]:
     """Sort runs so that each run comes after the earlier runs that it needs, such as pretraining. Return the sorted positions;
     no other run is added. `todo` are positions in the list of all runs. `dependencies` has one dict for each run of that list,
@@ -359,11 +348,12 @@ def unavailable_weights(runs: Iterable[Run]) -> dict[object, Unavailable]:
 
 
 def warn_other_version(found: Iterable[Record | None]):
-    """Print how many runs were trained by another version of smallvit. `found` holds the records (saved results) of the runs,
-    or None for a run without results. Records of other versions are still used.
+    """Print how many finished runs were trained by another version of smallvit. `found` holds the records (saved results) of
+    the runs, or None for a run without results. Records of other versions are still used.
     """
     current = records.code()["sha256"]
-    count = sum(record is not None and bool(record.code) and record.code.get("sha256") != current for record in found)
+    codes = [record.code for record in found if record is not None and record.finished]
+    count = sum(bool(code) and code.get("sha256") != current for code in codes)
     if count:
         text = f"note: {count} runs were trained by another version of smallvit; a new --out folder trains them again"
         print(text, file=sys.stderr)

@@ -12,7 +12,9 @@ from typing import NamedTuple
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.run import fingerprint
 
-BUSY = 75  # exit status of a shard of which another process trains some runs: start it again later (as in sysexits.h)
+# exit status of a shard of which another process trains some runs, or whose runs were interrupted: start it again later (as in
+# sysexits.h)
+BUSY = 75
 UNEVEN = 1.1  # seeds of an arm are kept together if the largest shard then has at most so many times as many training steps
 
 

@@ -62,7 +62,8 @@ while true; do
     kill -0 "$training" 2> /dev/null || break
 done
 
-# Ask for a requeue after the signal, if the training was killed (137), or if another process trains some of its runs ({busy}).
+# Ask for a requeue after the signal, if the training was killed (137), or if some of its runs are trained by another process or
+# were interrupted, for example by a full disk ({busy}).
 # Not after other exits: 0 means that all runs have finished, and 1 that runs have failed, which would fail again.
 case "$warned $status" in
     *" 0") exit 0 ;;
@@ -146,11 +147,13 @@ def submit(options: argparse.Namespace, recipe: str, out: Path, runs: Sequence[A
 
 
 def check(options: argparse.Namespace, given: Sequence[tuple[str, list[str]]]):
-    """Raise ValueError if the number of jobs is missing, or if an option of sbatch does not suit the jobs. `options` are the
-    arguments of `smallvit run`, and `given` the options of sbatch, as `parse_sbatch` returns them.
+    """Raise ValueError if the number of jobs is missing, if the device is unknown, or if an option of sbatch does not suit the
+    jobs. `options` are the arguments of `smallvit run`, and `given` the options of sbatch, as `parse_sbatch` returns them.
     """
     if options.jobs is None:
         raise ValueError("--on slurm needs --jobs N, the number of jobs to submit; more jobs than nodes balance the load")
+    if options.device not in ("cpu", "cuda", "auto"):
+        raise ValueError(f"device is {options.device!r}; expected cpu, cuda or auto on a SLURM cluster")
     if (options.gpus or options.per_gpu) and options.device != "cuda":
         raise ValueError(f"--gpus and --per-gpu choose GPUs, and the jobs have --device {options.device}; add --device cuda")
     values = {name: " ".join(found).partition("=")[2] or " ".join(found[1:]) for name, found in given}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from smallvit import record as records
-from smallvit.recipe import load_recipe
+from smallvit.recipe import import_recipe
 from smallvit.record import Record
 from smallvit.run import Run, rebuild
 from smallvit.train import fit_stacked
@@ -58,7 +58,7 @@ def work(tasks: list[Task], settings: Settings) -> list[Record]:
     (results). `tasks` has the settings and the folder of each run, and `settings` what is the same for all runs: the recipe
     file, the device, the numerics, and what is measured.
 
-    The recipe file is needed if it defines components that the runs use. While the runs are trained, the file `progress.json`
+    The recipe is needed if it defines components that the runs use. While the runs are trained, the file `progress.json`
     in their folders says how far they are.
 
     An error of a run is raised as it is, or as a RuntimeError if its class cannot be pickled.
@@ -69,7 +69,7 @@ def work(tasks: list[Task], settings: Settings) -> list[Record]:
 
     report(0)
     if settings.source is not None:
-        load_recipe(settings.source, tuned=False)
+        import_recipe(settings.source, settings.recipe_text)
     try:
         return fit_group([rebuild(task.run) for task in tasks], tasks, settings, report)
     except Exception as error:
@@ -85,7 +85,7 @@ def fit_group(runs: Sequence[Run], tasks: Sequence[Task], settings: Settings, re
     """
     _, tags, folders, dependencies = zip(*tasks)
     options: dict[str, Any] = settings._asdict() | {"tags": tags, "dependencies": dependencies}
-    del options["source"]
+    del options["source"], options["recipe_text"]
     with ProgressFiles(tasks) as files:
 
         def watch(step: int, accuracy: float | None):

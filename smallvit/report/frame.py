@@ -41,7 +41,7 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
     except ImportError as error:
         raise ValueError("records needs pandas, which is not installed; install it with: pip install pandas") from error
     path = find_recipe(str(recipe))
-    before, now = committed(path), stored(Path(out) / path.stem, path.stem)
+    before, now = committed(path), stored(Path(out) / path.stem)
     runs = load_recipe(path).RUNS
     seeds = {record.seed for record, _ in before + now}
     current, entries = fingerprints(runs, seeds), by_settings(runs, seeds)
@@ -53,7 +53,7 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
     for each, source in outdated + present:
         now = [replace(each, **{name: getattr(e, name) for name in names}) for e in entries.get(each.fingerprint, [])]
         for record in now or [each]:
-            row = flat(record) | {"source": source, "current": record.fingerprint in current}
+            row = flat(record) | {"recipe": path.stem, "source": source, "current": record.fingerprint in current}
             found[record.arm, condition_of(record), record.seed] = row
     if not found:
         raise ValueError(
@@ -84,12 +84,13 @@ def committed(path: Path) -> list[tuple[Record, str]]:
     return [(record, "committed") for record in read_records(file)] if file.exists() else []
 
 
-def stored(folder: Path, recipe: str) -> list[tuple[Record, str]]:
-    """Return the records (results of a run) of the recipe `recipe` in its folder of runs, as pairs with the text "runs". Runs
-    that other runs need, such as pretraining, are included.
+def stored(folder: Path) -> list[tuple[Record, str]]:
+    """Return the records (results of a run) of a recipe in its folder of runs, as pairs with the text "runs". Runs that other
+    runs need, such as pretraining, are included, and runs that were trained when the recipe had another name.
     """
-    each = [read_record(path.parent) for path in sorted(folder.rglob(RECORD))]
-    return [(record, "runs") for record in each if record is not None and record.recipe == recipe]
+    # not deeper: the folder of a recipe called "explore" or "tuning" also holds the folders of other recipes
+    each = [read_record(path.parent) for path in sorted(folder.glob(f"*/*/*/{RECORD}"))]
+    return [(record, "runs") for record in each if record is not None]
 
 
 def flat(record: Record) -> dict[str, Any]:

@@ -78,27 +78,36 @@ def resume(members: Sequence["Training"]) -> bool:
     `members` is one run, or several that are to be trained together as one model (a stack). Return whether they continue as
     this stack: then the checkpoint holds exactly these runs, and all of them were loaded.
 
-    A run without a checkpoint starts at step 0. So does a run whose code or data have changed since (`training.origin`). The
-    runs of a stack can only be continued together, because their weights would round differently alone: if other runs are to be
-    trained now, they start again, with a note. A damaged checkpoint is renamed to `*.damaged`, with a note, and its runs start
-    again.
+    A run without a checkpoint starts at step 0. So does a run whose code or data have changed since, with a note. The runs of a
+    stack can only be continued together, because their weights would round differently alone: if other runs are to be trained
+    now, they start again, with a note. A damaged checkpoint is renamed to `*.damaged`, with a note, and its runs start again.
 
     Raises ValueError for the checkpoint of another run.
     """
     names = [fingerprint(member.run) for member in members]
     together = read(members[0]) if len(members) > 1 else None
     if together is not None and [*together] == names:
-        same = all(state["origin"] == member.origin for state, member in zip(together.values(), members))
-        return same and fit_all(members, together, members[0].checkpoint_file)
-    for name, member in zip(names, members):
+        return is_current(members, together) and fit_all(members, together, members[0].checkpoint_file)
+    for member in members:
         found = read(member)
         if found is None:
             continue
         if len(found) > 1:
             text = f"{len(found)} runs were trained together until their checkpoint {member.checkpoint_file}"
             print(f"note: {text}; they are not trained together now, so they start again", file=sys.stderr)
-        elif found[name]["origin"] == member.origin:
+        elif is_current([member], found):
             fit_all([member], found, member.checkpoint_file)
+    return False
+
+
+def is_current(members: Sequence["Training"], states: dict[str, dict]) -> bool:
+    """Return whether the states in a checkpoint are of the code, the data and the initial weights that the `Training` objects
+    `members` have now. If not, print a note. `states` is a dict from fingerprint to state.
+    """
+    if all(state["origin"] == member.origin for state, member in zip(states.values(), members)):
+        return True
+    text = f"smallvit, the data or the initial weights have changed since the checkpoint {members[0].checkpoint_file}"
+    print(f"note: {text}; training starts again", file=sys.stderr)
     return False
 
 
