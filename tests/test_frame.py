@@ -1,5 +1,7 @@
 """The DataFrame of a recipe's runs after the recipe was changed: runs of the present recipe win, whatever their folder's name."""
 
+from dataclasses import replace
+
 import pytest
 from toys import write_recipe
 
@@ -34,7 +36,7 @@ def record(run: Run, score: float, arm: str = "tuned", role: str = "technique") 
 
 
 def store(tmp_path, name: str, found: Record):
-    folder = tmp_path / "runs" / "mine" / name
+    folder = tmp_path / "runs" / "mine" / "100" / "arm" / name
     folder.mkdir(parents=True)
     write_record(folder, found)
 
@@ -55,9 +57,9 @@ def test_run_of_the_present_recipe_replaces_that_of_an_earlier_version(names, re
 
 def test_rows_have_the_names_that_the_recipe_gives_their_runs_now(recipe, tmp_path):
     run = recipe(3)
-    store(tmp_path, "a", record(run, 0.4, "earlier name"))
+    store(tmp_path, "a", replace(record(run, 0.4, "earlier name"), recipe="earlier"))
     ((_, row),) = smallvit.records("mine.py").iterrows()
-    assert (row["arm"], row["result"], row["current"]) == ("tuned", 0.4, True)
+    assert (row["recipe"], row["arm"], row["result"], row["current"]) == ("mine", "tuned", 0.4, True)
 
 
 @pytest.mark.parametrize("same_run", [False, True])
