@@ -18,6 +18,7 @@ from smallvit.flops import (
     describe_tokens,
     embed_macs,
     evaluating,
+    flop_counter,
     footprint,
     forward,
     macs_of_each,
@@ -406,6 +407,13 @@ def test_known_cost_of_the_tokenizer_is_not_counted_again(monkeypatch):
     assert macs["embed"] == embed > 0
     monkeypatch.setattr(flops, "counted", lambda *_: pytest.fail("something was counted"))
     assert closed_form(model, embed=embed) == macs
+
+
+def test_fused_attention_is_counted_as_two_matrix_products():
+    q = k = v = torch.randn(2, 3, 7, 4)
+    with flop_counter() as counter:
+        nn.functional.scaled_dot_product_attention(q, k, v)
+    assert counter.get_total_flops() == 2 * 2 * (2 * 3) * 7 * 7 * 4
 
 
 def test_every_function_is_tested():

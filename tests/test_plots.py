@@ -157,7 +157,7 @@ def test_tokens_that_depend_on_the_image_are_those_of_fixed_noise():
         ({"registers": 1}, "class token and 1 register"),
         ({"registers": 4}, "class token and 4 registers"),
         ({"pool": MeanTokens, "registers": 2}, "2 registers"),
-        ({"pool": DistilledTokens}, "2 class tokens"),
+        ({"pool": DistilledTokens}, "class token and distillation token"),
     ],
 )
 def test_prefix_is_described_by_its_tokens(options, kind):

@@ -139,7 +139,7 @@ def test_folders_are_created_and_a_file_in_their_place_is_refused(tmp_path):
 
 
 def test_every_field_is_read_as_it_was_written(tmp_path):
-    assert FULL.format == FORMAT == 2 and len(PLAIN) == 68
+    assert FULL.format == FORMAT == 2 and len(PLAIN) == 69
     write_record(tmp_path, FULL)
     again = read_record(tmp_path)
     assert again == FULL and list(json.loads((tmp_path / RECORD).read_text())) == [*PLAIN, "checksum"]
