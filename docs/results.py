@@ -396,7 +396,8 @@ def best_table() -> str:
         cnn = "" if unlabelled else f"{100 * max(other.mean for other in others if other.arm == 'small CNN'):.1f}%"
         recipe, _, how = BEST[labels, unlabelled]
         cells = [f"{100 * row.mean:.1f}%", f"{100 * min(row.values):.1f}%, {100 * max(row.values):.1f}%", cnn]
-        lines.append([f"{labels:,}", "59,000" if unlabelled else "none", f"{how} ([{recipe}](recipes/{recipe}.md))", *cells])
+        further = f"{ALL_DIGITS:,}" if unlabelled else "none"
+        lines.append([f"{labels:,}", further, f"{how} ([{recipe}](recipes/{recipe}.md))", *cells])
     return markdown_table(lines)
 
 

@@ -250,6 +250,13 @@ def write_record(folder: Path, record: Record):
     write_text(Path(folder) / RECORD, to_json(record, indent=1) + "\n")
 
 
+def recorded_folders(place: Path) -> list[Path]:
+    """Return the folders of the runs of a recipe that have a record, sorted. `place` is the folder of all its runs."""
+    folders = [path.parent for path in sorted(place.rglob(RECORD))]
+    # not deeper: the folder of a recipe called "explore" or "tuning" also holds the folders of other recipes
+    return [folder for folder in folders if len(folder.relative_to(place).parts) <= 3]
+
+
 def read_record(folder: Path) -> Record | None:
     """Return the record (results) of a run, read from the file `record.json` in the folder of the run. Return None if there is
     no such file.

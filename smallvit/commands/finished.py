@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from smallvit.launch.results import folder, recall
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import Record, read_record
-from smallvit.report.page import out_option
+from smallvit.report.page import command_text
 from smallvit.train import load
 from smallvit.train.trained_model import HUB, ImageClassifier, trains_classifier
 
@@ -158,7 +157,7 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
                 f"`smallvit run` stored them, such as --out {Path('path', 'to', 'runs')}"
             )
         seed = f", seed {options.seed}" if options.seed is not None else ""
-        command = f"smallvit run {shlex.quote(recipe)} --only 'arm={arm}'{out_option(out)}"
+        command = command_text("run", recipe, out, f" --only 'arm={arm}'")
         advice = f"if it was trained elsewhere, name the folder with --out; otherwise train it with: {command}"
         raise ValueError(f"no run of {arm}{seed} has finished in {place}; {advice}")
     cells = {entry.cell: entry for entry in finished}

@@ -26,11 +26,12 @@ from smallvit.looks import Looks, with_looks
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 from smallvit.record import RETRIED, Record
+from smallvit.report.page import command_text
 from smallvit.trackers import TrackerProcess, check_tracker
 
 from .report import check_excluded, collect, runs_to_send, scale_option, scaled, status, write_report
 from .stored import check_out, known_looks
-from .tune import command_text, untuned_note
+from .tune import untuned_note
 from .until_decided import begin, train_until_decided
 
 
@@ -61,7 +62,8 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     if any(e.tune is not None for e in module.RUNS) and all(e.tuning is None for e in module.RUNS):
-        advice = f"run `{command_text('tune', options.recipe, options.out)}` first; only the common settings are trained now"
+        tune = command_text("tune", options.recipe, Path(options.out))
+        advice = f"run `{tune}` first; only the common settings are trained now"
         print(f"note: the recipe declares tuning; {advice}", file=sys.stderr)
     if note := untuned_note(module.RUNS, options.recipe, options.out):
         print(note, file=sys.stderr)

@@ -11,7 +11,7 @@ from smallvit.ablation import ArmRun, by_cell
 from smallvit.looks import Looks, first_seeds, read_looks
 from smallvit.passes import passes_of
 from smallvit.recipe import by_settings
-from smallvit.record import RECORD, Record, read_record, settings_of
+from smallvit.record import Record, read_record, recorded_folders, settings_of
 from smallvit.verdicts.compare import schedule
 from smallvit.verdicts.comparison import Condition, condition_of
 
@@ -32,10 +32,7 @@ def stored_records(out: Path, recipe: str) -> list[Record]:
     lists, and also if they were trained when recipe and folder had another name. `out` is the folder of all results, and
     `recipe` is the name of the recipe file. Damaged records, and records of another version of smallvit, are left out.
     """
-    place = out / recipe
-    folders = [path.parent for path in sorted(place.rglob(RECORD))]
-    # not deeper: the folder of a recipe called "explore" or "tuning" also holds the folders of other recipes
-    return finished_records(folder for folder in folders if len(folder.relative_to(place).parts) <= 3)
+    return finished_records(recorded_folders(out / recipe))
 
 
 def finished_records(folders: Iterable[Path]) -> list[Record]:

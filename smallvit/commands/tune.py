@@ -1,7 +1,6 @@
 """smallvit tune: choose the settings of each arm on validation images, with equally many trials for all arms."""
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import format_labels
 from smallvit.report.format import join_names
-from smallvit.report.page import out_option
+from smallvit.report.page import command_text
 from smallvit.run import fingerprint
 from smallvit.tuning import (
     Tune,
@@ -86,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
         write(file, tune, in_order)
     print(table(in_order))
     left = untuned_text([cell for cell in one_per_cell(common) if cell not in found], options.recipe, options.out)
-    run = command_text("run", options.recipe, options.out)
+    run = command_text("run", options.recipe, Path(options.out))
     print(f"written: {file}; {left or f'{run} now trains the tuned runs, too'}")
     apply(common, file)
     return 0
@@ -100,7 +99,7 @@ def untuned_text(cells: Sequence[tuple[str, int | None]], recipe: str, out: str 
     names = [f"{arm} at {format_labels(labels)}" for arm, labels in cells]
     if not names:
         return ""
-    return f"not tuned yet: {join_names(names)}; to tune the rest: {command_text('tune', recipe, out)}"
+    return f"not tuned yet: {join_names(names)}; to tune the rest: {command_text('tune', recipe, Path(out))}"
 
 
 def untuned_note(runs: Sequence[ArmRun], recipe: str, out: str = "runs") -> str:
@@ -110,13 +109,6 @@ def untuned_note(runs: Sequence[ArmRun], recipe: str, out: str = "runs") -> str:
     """
     tuned = any(entry.tuning is not None for entry in runs)
     return "note: " + text if tuned and (text := untuned_text(untuned_cells(runs), recipe, out)) else ""
-
-
-def command_text(name: str, recipe: str, out: str) -> str:
-    """Return a command as text that can be copied into a shell, such as `smallvit tune R`. `name` is that of the command,
-    `recipe` is the name or path of the recipe, and `out` is the folder of all results.
-    """
-    return f"smallvit {name} {shlex.quote(recipe)}{out_option(Path(out))}"
 
 
 def check_optuna(command: str):

@@ -949,14 +949,14 @@ def is_as_made(module: Any, kind: type) -> bool:
 
 class Shortcut:
     """The value of an attribute that makes a module compute the same function in less time if it is True. It is as good as True
-    while `allowed()` is True. A copy of it, also by pickle, is False, because copies of a model do not use the kernel.
+    while `allowed(module)` is True. A copy of it, also by pickle, is False, because copies of a model do not use the kernel.
     """
 
-    def __init__(self, allowed: Callable[[], bool]):
-        self.allowed = allowed
+    def __init__(self, allowed: Callable[[Any], bool], module: Any):
+        self.allowed, self.module = allowed, module
 
     def __bool__(self) -> bool:
-        return not torch.compiler.is_compiling() and self.allowed()
+        return not torch.compiler.is_compiling() and self.allowed(self.module)
 
     def __reduce__(self) -> tuple:
         return bool, (False,)
@@ -975,9 +975,14 @@ def shortcuts(objective: nn.Module) -> list[tuple[Any, str, Shortcut]]:
     tokenizers = [m for m in modules if type(m) is PatchEmbed and m.can_be_linear and m.linear is not True]
     models = [m for m in modules if isinstance(m, ViT) and normalizes_class_token_alone(m)]
     return [
-        *((m, "linear", Shortcut(functools.partial(lambda m: is_as_made(m.proj, nn.Conv2d), m))) for m in tokenizers),
-        *((m, "skips_unused_norms", Shortcut(functools.partial(normalizes_class_token_alone, m))) for m in models),
+        *((m, "linear", Shortcut(has_plain_convolution, m)) for m in tokenizers),
+        *((m, "skips_unused_norms", Shortcut(normalizes_class_token_alone, m)) for m in models),
     ]
+
+
+def has_plain_convolution(tokenizer: Any) -> bool:
+    """Return whether a `PatchEmbed` may compute its convolution as a matrix product: nobody takes part in it."""
+    return is_as_made(tokenizer.proj, nn.Conv2d)
 
 
 def normalizes_class_token_alone(model: Any) -> bool:

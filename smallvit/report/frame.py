@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smallvit.recipe import by_settings, find_recipe, load_recipe
-from smallvit.record import RECORD, TYPES, Record, read_record, read_records
+from smallvit.record import TYPES, Record, read_record, read_records, recorded_folders
 from smallvit.run import fingerprint
 from smallvit.verdicts.comparison import condition_of
 
@@ -88,9 +88,7 @@ def stored(folder: Path) -> list[tuple[Record, str]]:
     """Return the records (results of a run) of a recipe in its folder of runs, as pairs with the text "runs". Runs that other
     runs need, such as pretraining, are included, and runs that were trained when the recipe had another name.
     """
-    # not deeper: the folder of a recipe called "explore" or "tuning" also holds the folders of other recipes
-    each = [read_record(path.parent) for path in sorted(folder.glob(f"*/*/*/{RECORD}"))]
-    return [(record, "runs") for record in each if record is not None]
+    return [(record, "runs") for record in map(read_record, recorded_folders(folder)) if record is not None]
 
 
 def flat(record: Record) -> dict[str, Any]:

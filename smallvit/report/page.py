@@ -211,8 +211,15 @@ def run_command(recipe: Path, out: Path, scale: str = "") -> str:
     results, and `scale` is the option ` --scale-steps` or an empty text. A recipe of the package is called by its name.
     """
     known = {path.resolve() for path in recipe_files()}
-    name = recipe.stem if recipe.resolve() in known else shlex.quote(str(recipe))
-    return f"smallvit run {name}{scale}{out_option(out)}"
+    name = recipe.stem if recipe.resolve() in known else str(recipe)
+    return command_text("run", name, out, scale)
+
+
+def command_text(command: str, recipe: str, out: Path, options: str = "") -> str:
+    """Return a command that can be copied into a shell, such as `smallvit tune R`. `command` is its name, `recipe` is the name
+    or the path of the recipe, `out` is the folder of all results, and `options` are further options, such as ` --labels 100`.
+    """
+    return f"smallvit {command} {shlex.quote(recipe)}{options}{out_option(out)}"
 
 
 def out_option(out: Path) -> str:
