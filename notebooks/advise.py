@@ -153,7 +153,7 @@ confusion_figure(guesses.tolist(), test.labels.tolist(), one_model.classes)
 # ## Next steps
 #
 # - `advice/report.html` is the page to read: the answer, the evidence, what would help most, and images whose labels may be wrong.
-# - `advice/recipe.py` is the comparison. Change it, add techniques, and run
-#   `smallvit run advice/recipe.py --out advice/runs`.
+# - `advice/recipe.py` is the comparison. Copy it to `my_recipe.py`, add techniques to the copy, and run
+#   `smallvit run my_recipe.py`.
 # - More time: `--minutes 60` trains longer and compares more options.
 # - Without `--no-imagenet`, a ViT-S with weights from ImageNet is compared too.
