@@ -1,5 +1,6 @@
 """The command line as a user meets it: also from another directory, with wrong arguments, and with broken recipes."""
 
+import math
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import pytest
 import torch
 from toys import write_recipe
 
-from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, digits, flops, folder
+from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, accuracy, digits, flops, folder, linear_probe
 from smallvit.__main__ import main
 from smallvit.commands import report
 from smallvit.commands.run import EXCLUDED, NEEDED
@@ -188,12 +189,37 @@ def test_estimate_counts_steps_validation_and_evaluation(monkeypatch):
     monkeypatch.setattr(import_module("smallvit.train.fit"), "evaluate", evaluate)
     run = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), labels=50, steps=60)
     expected = len(digits().test.open()) + 25 + 0.25
+    monkeypatch.setattr(plan, "SLOW", math.inf)
     assert plan.estimate(run, "cpu") == pytest.approx(60 + 12 * 10 + expected)
     assert plan.estimate(run.vary(steps=0), "cpu") == pytest.approx(expected)
     monkeypatch.setattr(plan, "MOST_TRAIN", 10)
     monkeypatch.setattr(plan, "TEST_COUNTS", (5, 20))  # the others are extrapolated
     assert plan.estimate(run.vary(steps=0), "cpu") == pytest.approx(expected)
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("evaluators", [(accuracy,), (linear_probe,)], ids=["accuracy", "probe"])
+def test_estimate_of_a_large_model_scores_few_images(evaluators, monkeypatch):
+    """As if a step took 1 s, and the model 1 s for each image."""
+    clock, scored = [0.0], []
+
+    def takes(seconds):
+        clock[0] += seconds
+
+    def evaluate(run, model, subset, test):
+        scored.append(len(subset.val) + len(test.open()) + (evaluators == (linear_probe,)) * len(subset.train))
+        takes(scored[-1])
+
+    monkeypatch.setattr(plan.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Training, "train_step", lambda self: takes(1))
+    monkeypatch.setattr(Training, "validate", lambda self: pytest.fail("all validation images were scored"))
+    monkeypatch.setattr(import_module("smallvit.train.fit"), "evaluate", evaluate)
+    run = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), labels=50, steps=60, evaluators=evaluators)
+    val = len(autotune.begun(run, DEFAULT, "cpu", plan.MOST_STEPS).subset.val)
+    expected = val + len(digits().test.open()) + 50 * (evaluators == (linear_probe,))
+    assert plan.estimate(run, "cpu") == pytest.approx(60 + 12 * val + expected)
+    assert plan.estimate(run.vary(steps=0), "cpu") == pytest.approx(expected)
+    assert max(scored) <= 3 * plan.FEW[-1]
 
 
 def test_estimate_includes_the_start_of_the_command_and_of_the_workers(workdir, monkeypatch, capsys):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # images that are evaluated for the estimate; the time for more is extrapolated
 MOST_TRAIN = 2_000
 TEST_COUNTS = (250, 1_000)
+FEW, SLOW = (4, 16), 0.01  # images that a model scores which needs more than 0.01 seconds for an image
 MOST_STEPS, SECONDS = 500, 1.0  # training steps that are timed at most, and for how long
 
 
@@ -155,9 +156,12 @@ def estimate(run: Run, device: str) -> float:
 
     torch.set_num_threads(1)
     training = begun(run, DEFAULT, device, MOST_STEPS)  # other initial weights would take as long
-    seconds = evaluation_seconds(training)
+    of_large_model = seconds_of_large_model(training)
+    seconds = of_large_model[1] if of_large_model else evaluation_seconds(training)
     if not run.steps:
         return seconds
+    if of_large_model:
+        return seconds + run.steps * step_time(training) + min(CHECKS, run.steps) * of_large_model[0]
 
     def step_and_validate():
         training.train_step()
@@ -204,6 +208,30 @@ def slowdown(others: float, jobs: int) -> float:
     """
     cores = os.cpu_count() or 1
     return max(1.0, (others + jobs) / cores) / max(1.0, (others + 1) / cores)
+
+
+def seconds_of_large_model(training: "Training") -> tuple[float, float] | None:
+    """Return the estimated times of one validation and of the final evaluation of a training run in seconds, or None if the
+    model is so fast that they can be measured. They are computed from the time of a few images, because a ViT-S needs minutes
+    to score a thousand images on a CPU.
+    """
+    from smallvit.evaluate import accuracy
+    from smallvit.train.fit import evaluate, load_data
+
+    run, subset, data = training.run, training.subset, load_data(training.run)[0]
+    train, scored, times = subset.train.take(slice(FEW[-1])), [], []
+    for count in FEW:  # the first one also loads or compiles something
+        val, test = subset.val.take(slice(count)), data.train.take(slice(count))
+        started = time.perf_counter()
+        try:
+            evaluate(run, training.model, replace(subset, train=train, val=val), HeldOut(test))
+        except ValueError:  # too few images for an evaluator
+            return None
+        scored.append(len(val) + len(test))
+        times.append(time.perf_counter() - started)
+    each = (times[1] - times[0]) / max(1, scored[1] - scored[0])  # with a handful of images, both are equal
+    probed = len(subset.train) if any(evaluator is not accuracy for evaluator in run.evaluators) else 0
+    return (each * len(subset.val), each * (len(subset.val) + data.test.count + probed)) if each > SLOW else None
 
 
 def evaluation_seconds(training: "Training") -> float:
