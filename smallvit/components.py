@@ -53,14 +53,24 @@ def describe(value: Any) -> Any:
 
     A component becomes `{"call": "smallvit.tokenizers.PatchEmbed", "patch": 7, ...}`; an instance of a dataclass, such as a
     transform, becomes `{"make": "smallvit.augment.Warp", ...}`.
+
+    Raises ValueError for other values, and for a dataclass whose arguments are not its fields: its description would be the
+           same for different arguments.
     """
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, tuple | list):
         return [describe(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
+        names, accepted = [f.name for f in fields(value)], [*own_arguments(type(value))]
+        if sorted(names) != sorted(accepted):
+            raise ValueError(
+                f"cannot describe {type(value).__name__}: its constructor takes ({', '.join(accepted)}), and its fields are"
+                f" ({', '.join(names)}); expected a class with @dataclass whose arguments are its fields, without an __init__"
+                " of its own, InitVar or field(init=False)"
+            )
         return {"make": full_name(type(value)), **definition_hash(type(value))} | {
-            f.name: describe(getattr(value, f.name)) for f in fields(value)
+            name: describe(getattr(value, name)) for name in names
         }
     if callable(value):
         values = {name: p.default for name, p in sorted(options(value).items()) if p.default is not p.empty}

@@ -31,8 +31,8 @@ MAY_IMPORT = {
         "storage", "trackers", "train", "trials", "tuning", "verdicts",
     },
     "launch": {
-        "ablation", "components", "data", "flops", "native", "numerics", "passes", "pretrained", "recipe", "record", "run",
-        "shapes", "storage", "train", "tuning", "verdicts",
+        "ablation", "components", "data", "evaluate", "flops", "native", "numerics", "passes", "pretrained", "recipe", "record",
+        "run", "shapes", "storage", "train", "tuning", "verdicts",
     },
     "train": {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "optimizers", "packing", "passes",

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import types
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from functools import partial
 
 import numpy as np
@@ -183,6 +183,24 @@ def module_level_function(x):
     return x
 
 
+@dataclass(frozen=True)
+class HiddenArgument:
+    gain: InitVar[float] = 1.0
+
+    def __call__(self, batch, generator):
+        return batch
+
+
+@dataclass(frozen=True)
+class ComputedField(HiddenArgument):
+    factor: float = field(default=0.0, init=False)
+
+
+class OwnConstructor(augment.Noise):
+    def __init__(self, times):
+        super().__init__(std=0.05)
+
+
 def local_class():
     @dataclass(frozen=True)
     class LocalTransform:
@@ -231,6 +249,10 @@ REFUSED = [
     (lambda: Run(model="".join), "recipes.<file>.Name"),
     (lambda: Run(model=Run.vary), "smallvit.run.Run.vary"),
     (lambda: Run(model=ViT.forward), "no component 'ViT.forward'", "top level"),
+    # dataclasses whose description would be the same for different arguments
+    (lambda: Run(augment=(HiddenArgument(2.0),)), "HiddenArgument", "takes (gain)", "its fields are ()", "arguments are its fields"),
+    (lambda: Run(augment=(ComputedField(2.0),)), "ComputedField", "takes (gain)", "its fields are (factor)"),
+    (lambda: Run(augment=(OwnConstructor(2.0),)), "OwnConstructor", "takes (times)", "its fields are (std)"),
     # options that JSON cannot store
     *((lambda value=value: Run(model=partial(ViT, dim=value)), "cannot describe")
       for value in (float("nan"), -float("inf"), {"a": 1}, {1, 2}, b"x", 1j, object(), nn.Parameter())),
