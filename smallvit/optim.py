@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def decay_groups(
 
     Raises   ValueError for `layer_decay` with a model that has no blocks.
     """
-    no_decay = {id(getattr(m, name, None)) for m in objective.modules() for name in names_without_decay(m)}
+    no_decay = {id(parameter_at(m, name)) for m in objective.modules() for name in names_without_decay(m)}
     distances = {} if layer_decay is None else distances_to_head(objective.trained_model)
     matrices = hidden_matrices(objective)
     groups, rates = [], []
@@ -45,11 +46,20 @@ def decay_groups(
 
 def names_without_decay(module: Any) -> Iterable[str]:
     """Return the names of the parameters of a module that get no weight decay, as the module says: our modules by an attribute
-    `no_weight_decay`, those of timm by a method of this name.
+    `no_weight_decay`, those of timm by a method of this name. A name may have dots, as
+    `blocks.0.attn.relative_position_bias_table`.
     """
     names: Any = getattr(module, "no_weight_decay", ())
     found: Any = names() if callable(names) else names
     return found
+
+
+def parameter_at(module: nn.Module, name: str) -> Any:
+    """Return the parameter of a module with this name, which may have dots, or None if there is none."""
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        return None
 
 
 def hidden_matrices(objective: nn.Module) -> dict[int, int]:

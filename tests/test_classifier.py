@@ -83,6 +83,15 @@ def test_cross_validation_by_groups_and_pipeline(digits):
     assert len(scores) == 3 and scores.min() > 0.4
 
 
+def test_classifier_trains_also_where_gradients_are_switched_off_or_autocast_is_on(digits):
+    x, y = digits[0][:100], digits[1][:100]
+    expected = classifier(steps=3).fit(x, y).predict_proba(x)
+    for context in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+        with context:
+            model = classifier(steps=3).fit(x, y)
+        assert np.array_equal(model.predict_proba(x), expected)
+
+
 @pytest.mark.slow
 def test_calibration_gives_probabilities(digits):
     X, y = digits

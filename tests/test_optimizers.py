@@ -161,6 +161,23 @@ def test_queries_keys_and_values_are_orthogonal_each_by_itself():
     assert not torch.allclose(fused, whole, atol=1e-4)
 
 
+def test_parameters_that_a_timm_model_names_with_dots_get_no_weight_decay():
+    """timm's Swin names its tables `layers.0.blocks.0.attn.relative_position_bias_table`."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2)])
+
+        def no_weight_decay(self):
+            return {"layers.0.weight", "absent.weight"}
+
+    model = Named()
+    groups, _ = decay_groups(Supervised(model), 0.1)
+    decayed = [p for group in groups if group["weight_decay"] for p in group["params"]]
+    assert [id(p) for p in decayed] == [id(model.layers[1].weight)]
+
+
 def test_zero_gradient_moves_a_matrix_by_weight_decay_only():
     p = nn.Parameter(torch.ones(3, 3))
     p.grad = torch.zeros(3, 3)

@@ -105,6 +105,14 @@ def test_fit_trains_also_where_the_caller_has_switched_off_gradients(without_gra
     assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
 
 
+def test_fit_computes_in_the_precision_of_the_run_also_inside_autocast(tmp_path):
+    fit(SHORT, tmp_path / "1")
+    with torch.autocast("cpu", torch.bfloat16):
+        fit(SHORT, tmp_path / "2")
+        assert torch.is_autocast_enabled("cpu"), "the caller's choice is kept"
+    assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
+
+
 def first_steps(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]:
     """The augmented batches of five steps of a run, its initial weights, and the hash of its labelled images."""
     training = training_of(run)

@@ -18,6 +18,7 @@ from smallvit.baselines import small_vit
 from smallvit.data import Dataset, Preprocess, sealed_test_images
 from smallvit.record import WEIGHTS
 from smallvit.run import Run
+from smallvit.train.fit import training_allowed
 from smallvit.train.loop import Training, train
 from smallvit.train.trained_model import save_weights, trains_classifier
 
@@ -95,7 +96,7 @@ class SmallViTClassifier(ClassifierMixin, BaseEstimator):
         # a data set has test images; these are never opened
         data = Dataset.from_arrays("X", {"train": arrays, "test": (arrays[0][:1], arrays[1][:1])}, names)
         reason = "SmallViTClassifier has no test images"
-        with TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), sealed_test_images(reason):
+        with TemporaryDirectory() as folder, training_allowed(), sealed_test_images(reason):
             model = trained(self.run_, data, Path(folder), self.device).model
         self.model_ = model.cpu().eval().requires_grad_(False)
         self.model_.zero_grad()

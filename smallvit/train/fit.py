@@ -102,12 +102,16 @@ def fit(
 
 @contextmanager
 def training_allowed() -> Iterator[None]:
-    """Context manager in which gradients are computed, also if the caller has switched them off. After it, torch's global
-    generators of random numbers are as before, because training seeds them. So the caller's own random numbers, such as those
-    of a random search, do not repeat.
+    """Context manager in which gradients are computed, in the precision of the run, also if the caller has switched gradients
+    off or `torch.autocast` on. After it, torch's global generators of random numbers are as before, because training seeds
+    them. So the caller's own random numbers, such as those of a random search, do not repeat.
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(gpus):
+    with ExitStack() as stack:
+        for kind in ("cpu", *["cuda"] * bool(gpus)):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        for context in (torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(gpus)):
+            stack.enter_context(context)
         yield
 
 
