@@ -296,7 +296,7 @@ class LayerScale(nn.Module):
     def __init__(self, dim: int, start: float | None):
         super().__init__()
         self.start = start
-        self.factor = None if start is None else nn.Parameter(torch.full((dim,), start))
+        self.factor = None if start is None else nn.Parameter(torch.full((dim,), float(start)))
 
     def reset_parameters(self):
         if self.factor is not None and self.start is not None:

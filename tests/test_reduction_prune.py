@@ -212,3 +212,11 @@ def test_default_layers_are_at_quarters_of_the_depth():
 
     assert pruning(12) == [3, 6, 9] and pruning(4) == [1, 2, 3] and pruning(6) == [1, 3, 4] and pruning(1) == [0]
     assert pruning(6, layers=(5, 0)) == [0, 5] and pruning(6, layers=()) == []
+
+
+def test_schedule_of_a_second_objective_goes_on_after_a_whole_number_as_progress():
+    model = tiny(reduction=partial(Prune, keep=0.5, shrink=(0.0, 0.5)))
+    Supervised(model).set_progress(0)
+    second = Supervised(model)
+    second.set_progress(0.25)
+    assert [module.progress for module in model.modules() if isinstance(module, Prune)] == [0.25] * 4

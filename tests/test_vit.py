@@ -326,7 +326,7 @@ def layernorm(x, norm):
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-@pytest.mark.parametrize("layer_scale", [None, 0.1])
+@pytest.mark.parametrize("layer_scale", [None, 0.1, 1])
 @pytest.mark.parametrize("make", [Attention, LocalityAttention])
 def test_block_equals_its_equations(norm_first, activation, layer_scale, make):
     made = random_block(norm_first=norm_first, activation=activation, layer_scale=layer_scale, mlp_ratio=1.5, attention=make)

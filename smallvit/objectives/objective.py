@@ -135,7 +135,7 @@ class Objective(nn.Module):
         finished fraction of the run, from 0 to 1. This happens each time the objective is called, before `forward`.
         """
         for module in self.scheduled_modules:
-            module.progress = progress
+            module.progress = float(progress)  # an objective made later finds such modules by this type
 
     @classmethod
     def check_run(cls, run: Any):
