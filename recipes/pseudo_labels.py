@@ -28,7 +28,7 @@ Found     All 8 comparisons are better; two are fragile. At 10 labels six times 
           DINO gains 0.81 points [0.37, 1.26] more than these, which is fragile and somewhat more than expected (96.86%).
           Being taught adds 0.35 points, and the spread labels 1.24 points [0.81, 1.66] (98.10%), both as expected. Spreading
           was not compared with being taught; its mean is higher by almost eight points at 10 labels and by nearly one at 100.
-          Over the seeds it varies less than DINO at 10 labels (SD 1.22 against 6.34), so the expected variation did not
+          Over the seeds it varies less than DINO at 10 labels (SD 1.22 against SD 6.34), so the expected variation did not
           appear.
 
 Limits    The options of DINO were chosen on 5,000 labelled validation images, in the recipe `dino`; and of what follows it,

@@ -57,7 +57,7 @@ def test_precision_of_the_numerics_overrides_that_of_the_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("first", "later"),
-    slow_after(1, [(NATIVE, DEFAULT), (FUSED, DEFAULT), (DEFAULT, FUSED), (DEFAULT, NATIVE)]),
+    slow_after(2, [(NATIVE, DEFAULT), (FUSED, DEFAULT), (DEFAULT, FUSED), (DEFAULT, NATIVE)]),
     ids=["native before", "default later", "fused later", "native later"],
 )
 def test_resumed_run_keeps_the_numerics_it_began_with(first, later, tmp_path, monkeypatch):

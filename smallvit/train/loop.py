@@ -352,6 +352,7 @@ class Training:
         """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"), self.numerics_context.active():
             yield
+        torch.clear_autocast_cache()  # inside an outer autocast, PyTorch would keep the rounded weights for the next step
 
     @functools.cached_property
     def evaluating(self) -> NumericsContext:
