@@ -1,7 +1,6 @@
 """Recipes: Python files with a question in the docstring and a list RUNS; how they are found, loaded and filtered."""
 
 import ast
-import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from smallvit.definitions import definitions
 
 if TYPE_CHECKING:
     from smallvit.ablation import ArmRun
@@ -190,38 +191,6 @@ def imported_text(path: Path) -> str | None:
     return getattr(module, "TEXT", None) if module is not None and module.__file__ == str(path) else None
 
 
-def definitions(text: str) -> dict[str, str]:
-    """Return a dict from each top-level name in a recipe file, such as a function, to a hash of its code. `text` is the source
-    code of the file. The hash also covers all other code in the file that this code uses, so it changes with that code.
-
-    Comments, docstrings and unrelated parts of the file do not change a hash. A changed hash means that arms which use the name
-    are trained again.
-    """
-    nodes = [without_docstrings(node) for node in ast.parse(text).body]
-    positions: dict[str, list[int]] = {}
-    for index, node in enumerate(nodes):
-        for name in assigned_names(node):
-            positions.setdefault(name, []).append(index)
-
-    def used_by(name: str) -> list[ast.stmt]:
-        todo, found = list(positions[name]), set()
-        while todo:
-            found.add(index := todo.pop())
-            used = {part.id for part in ast.walk(nodes[index]) if isinstance(part, ast.Name)}
-            todo += [other for name in used for other in positions.get(name, ()) if other not in found]
-        return [nodes[index] for index in sorted(found)]
-
-    return {name: hashlib.sha256("".join(map(ast.dump, used_by(name))).encode()).hexdigest()[:16] for name in positions}
-
-
-def without_docstrings(tree: ast.stmt) -> ast.stmt:
-    """Remove the docstrings of all classes and functions in a syntax tree (from Python's `ast`), and return this tree."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return tree
-
-
 def check_repeated_keys(text: str):
     """Raise ValueError if a dict in the source code `text` has the same key twice. Python would silently keep only the last
     value, so a variant of the comparison would be lost.
@@ -230,32 +199,6 @@ def check_repeated_keys(text: str):
         for key, times in Counter(key.value for key in node.keys if isinstance(key, ast.Constant)).items():
             if times > 1:
                 raise ValueError(f"the dict in line {node.lineno} has the key {key!r} {times} times; expected each key once")
-
-
-def assigned_names(node: ast.AST) -> set[str]:
-    """Return the set of names that a top-level statement of a Python file defines, imports, assigns or changes, for example by
-    `TABLE["key"] = 1` or `TABLE.append(1)`.
-    """
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return {node.name}  # names inside are local
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    if isinstance(node, ast.Name):
-        return {node.id} if isinstance(node.ctx, ast.Store) else set()
-    if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-        return set()  # names inside are local
-    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-        return {changed_name(node)} - {""}
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
-        return {changed_name(node.value.func)} - {""}
-    return set().union(*map(assigned_names, ast.iter_child_nodes(node)))
-
-
-def changed_name(node: ast.expr) -> str:
-    """Return the name at the beginning of an expression such as `table["key"].field`, or an empty text if there is none."""
-    while isinstance(node, ast.Subscript | ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def check_comparable(runs: Sequence["ArmRun"], name: str):

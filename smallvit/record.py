@@ -146,6 +146,12 @@ class Record:
         """
         return self.data_sha256 not in (None, sha256)
 
+    def has_other_weights(self, sha256: str | None) -> bool:
+        """Return whether the run began with another file of pretrained weights than that with the hash `sha256`. The result is
+        False for the hash None, of a file that is not on this machine, and for a run that loaded no weights.
+        """
+        return sha256 is not None and (self.init_weights or {}).get("sha256", sha256) != sha256
+
     @property
     def finished(self) -> bool:
         """Whether the run has ended without an error, so that its model is trained and evaluated."""

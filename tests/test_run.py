@@ -60,7 +60,8 @@ from smallvit import (
     rebuild,
 )
 from smallvit.components import MODULES, VALUE_MODULES, canonical, component, function, options, own_arguments
-from smallvit.recipe import definitions, smoke_test_runs
+from smallvit.definitions import definitions
+from smallvit.recipe import smoke_test_runs
 from smallvit.record import RANDOM
 
 # A run with nested partials, tuples, transforms, another run, and None in place of a default.
@@ -847,3 +848,74 @@ def reads(one):
 """
     before, after = definitions(text), definitions(text.replace(old, new))
     assert {name for name in before if before[name] != after[name]} == changed and before.keys() == after.keys()
+
+
+
+CHANGES = """
+TABLE = {}
+OTHER = {}
+FILLED = {}
+KEYS = ["a"]
+COUNT = 0
+SETTING = {}
+UNTOUCHED = {}
+def enter(table, key):
+    def add(function):
+        table[key] = function
+        return function
+    return add
+def fill(size=1):
+    OTHER["size"] = size
+    helper()
+def helper():
+    global COUNT
+    COUNT = 1
+class Base:
+    def __init_subclass__(cls):
+        KEYS.append(cls)
+class Part(Base):
+    gain = 1
+@enter(TABLE, "first")
+def first():
+    return 1
+fill()
+dict.update(FILLED, first=1)
+rows = alias = TABLE
+short = rows
+short["second"] = 2
+for row in [FILLED]:
+    row["third"] = 3
+setattr(SETTING, "fourth", 4)
+last = KEYS.pop(0)
+print(UNTOUCHED, 5)
+def reads():
+    return UNTOUCHED
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, changed",
+    [
+        ("return 1", "return 10", {"TABLE", "first", "rows", "alias", "short"}),
+        ("gain = 1", "gain = 10", {"KEYS", "Part"}),
+        ("fill()\ndict", "fill(10)\ndict", {"OTHER", "COUNT", "fill", "helper"}),
+        ("first=1", "first=10", {"FILLED", "row"}),
+        ('["second"] = 2', '["second"] = 20', {"TABLE", "rows", "alias", "short"}),
+        ("= 3", "= 30", {"FILLED", "row"}),
+        ('"fourth", 4', '"fourth", 40', {"SETTING"}),
+        ("pop(0)", "pop(-1)", {"KEYS", "last"}),
+        ("UNTOUCHED, 5", "UNTOUCHED, 50", set()),
+        ("return UNTOUCHED", "return (UNTOUCHED,)", {"reads"}),
+    ],
+)
+def test_hash_of_a_table_changes_with_all_code_that_changes_the_table(old, new, changed):
+    """By a decorator, by functions that change it, by a base class, under another name, in a loop, and by `setattr`."""
+    before, after = definitions(CHANGES), definitions(CHANGES.replace(old, new))
+    assert CHANGES.count(old) == 1 and before.keys() == after.keys()
+    found = {name for name in before if before[name] != after[name]}
+    assert changed <= found and not found & ({"UNTOUCHED", "reads"} - changed)
+
+
+def test_hash_covers_an_import_of_all_names():
+    before, after = (definitions(f"from {module} import *\ndef f():\n    return X\n") for module in ("one", "two"))
+    assert before["f"] != after["f"]

@@ -43,6 +43,7 @@ from smallvit import (
 )
 from smallvit.ablation import ArmRun
 from smallvit.launch import launch
+from smallvit.launch.results import folder
 from smallvit.optim import decay_groups
 from smallvit.pretrained import Unavailable
 from smallvit.pretrained.convert import rename
@@ -514,6 +515,23 @@ def test_run_loads_weights_and_its_record_names_them(files, tmp_path):
     assert untrained.test != fresh.test
     loaded = load(tmp_path / "tuned")
     assert loaded.run == run and isinstance(loaded.model, ViT)
+
+
+def test_file_of_weights_that_was_replaced_since_a_run_finished_is_refused(files, tmp_path):
+    state, file = files(TINY)[0].state_dict(), tmp_path / "own.safetensors"
+    runs = ablate({"tuned": SHORT.vary(init=Weights(name=TINY, file=str(file)), steps=0)}, labels=[20], seeds=range(2), references=False)
+    save_file(state, file)
+    first = launch(runs[:1], tmp_path, recipe="t", jobs=1)[0]
+    save_file(state | {"norm.bias": state["norm.bias"] + 1}, file)
+    with pytest.raises(ValueError, match=r"1 runs have finished that began with another file .*; put the old file back, or train"):
+        launch(runs, tmp_path, recipe="t", jobs=1)
+    place = folder(runs[0], tmp_path, "t")
+    with pytest.raises(ValueError, match=rf"pretrained weights {TINY} that it began with has been replaced since; put the old file"):
+        fit(runs[0].run, place)
+    save_file(state, file)
+    assert fit(runs[0].run, place).weights_sha256 == first.weights_sha256
+    file.unlink()
+    assert fit(runs[0].run, place).finished, "a finished run does not need its file"
 
 
 def test_unavailable_weights_are_reported_once_and_the_other_arms_are_trained(tmp_path, capfd, monkeypatch, offline):

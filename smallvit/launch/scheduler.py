@@ -93,6 +93,9 @@ class Scheduler:
         warn_other_version(self.records)
         for data in dict.fromkeys(self.runs[index].run.data for index in todo):
             self.check_data(data, test_images)
+        for start in dict.fromkeys(self.runs[index].run.init for index in todo):
+            if isinstance(start, Weights):
+                self.check_weights(start)
         for reason in self.unavailable.values():
             print(f"unavailable: {reason}; the runs that need these weights are left out", file=sys.stderr)
         self.queue, self.in_training = dependencies_first(todo, self.dependencies), set[int]()
@@ -157,6 +160,16 @@ class Scheduler:
         if loaded.repeats:
             text = f"{loaded.repeats:,} test images of {describe_value(plain)} are also training or validation images"
             print(f"note: {text}", file=sys.stderr)
+
+    def check_weights(self, weights: Weights):
+        """Raise ValueError if the file of pretrained weights has been replaced since earlier runs began with it."""
+        sha256 = weights.sha256()
+        begun = [record for entry, record in zip(self.runs, self.records) if record is not None and entry.run.init == weights]
+        if changed := sum(record.has_other_weights(sha256) for record in begun):
+            raise ValueError(
+                f"{changed} runs have finished that began with another file of the pretrained weights {weights.name} than "
+                "there is now; put the old file back, or train all runs again in another --out folder"
+            )
 
     @property
     def requested_records(self) -> list[Record]:

@@ -1,6 +1,5 @@
 """Pretrained weights as the initialization of a run: find the file, compare it with the model, and adapt it to the images."""
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.positions import Learned, resample
+from smallvit.storage import file_sha256
 from smallvit.tokenizers import PatchEmbed, Resized, ShiftedPatchEmbed
 from smallvit.vit import ViT
 
@@ -101,6 +101,14 @@ class Weights:
         cached = huggingface_hub.try_to_load_from_cache(self.hub(), HUB_FILE)
         return Path(cached) if isinstance(cached, str) else None
 
+    def sha256(self) -> str | None:
+        """Return the SHA-256 hash of the file with the weights, or None if the file is not on this machine."""
+        try:
+            path = self.local_path()
+        except ValueError:  # `file` does not exist
+            return None
+        return None if path is None else file_sha256(path)
+
     def hub(self) -> str:
         """Return the name of the repository on the Hugging Face hub that has these weights, as text. Raise ValueError if timm
         knows no such repository.
@@ -143,7 +151,7 @@ class Weights:
         timm_state, own_mean, own_std = read_weights(path, self.name)
         state, target = rename(timm_state), model.state_dict()
         report: dict[str, Any] = {
-            "name": self.name, "file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "mean": own_mean,
+            "name": self.name, "file": path.name, "sha256": file_sha256(path), "mean": own_mean,
             "std": own_std, "resized": [], "adapted": [], "loaded": 0, "new": [], "left_over": [],
         }  # fmt: skip
         adapt_patch_embedding(state, model, (own_mean, own_std), (mean, std), report)

@@ -18,6 +18,7 @@ from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics, full_float32
 from smallvit.passes import check_same_fold
+from smallvit.pretrained import Weights
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
 from smallvit.shapes import printable
@@ -85,9 +86,10 @@ def fit(
                arm have been scored on these test images (`test_settings`).
 
     Raises     ValueError for settings that do not fit the data, for data without test images (unless `validation_only`), for a
-               folder that holds another run or one that was trained on other images or labels than the data set has now, for a
-               full disk, and if anything but the final scoring of a run reads the test images; FloatingPointError if the loss
-               is not finite;
+               folder that holds another run or one that was trained on other images or labels than the data set has now or
+               from another file of pretrained weights than there is now, for a full disk, and if anything but the final scoring
+               of a run reads the test images;
+               FloatingPointError if the loss is not finite;
                filelock.Timeout if another process trains this run.
     """
     if done := finished_record(run, Path(folder), validation_only):
@@ -367,7 +369,7 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
     of a finished run is deleted.
 
     Raises ValueError if the folder holds another run, a run that was scored on other images, a run that was trained on other
-    images or labels than its data set has now, or damaged files.
+    images or labels than its data set has now or from another file of pretrained weights than there is now, or damaged files.
     """
     done = records.read_record(folder)
     if done is None:
@@ -388,6 +390,11 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
         raise ValueError(
             f"{folder} holds this run, trained on other images or labels than {describe_value(done.run['data'])} contains now; "
             "restore the data, or use another folder"
+        )
+    if isinstance(run.init, Weights) and done.has_other_weights(run.init.sha256()):
+        raise ValueError(
+            f"{folder} holds this run, and the file of the pretrained weights {run.init.name} that it began with has been "
+            "replaced since; put the old file back, or use another folder"
         )
     tidy(folder)
     return done
