@@ -101,12 +101,17 @@ class FlatAdamW:
     `optimizer` is a `torch.optim.AdamW` that has taken at least one step. Parameters that lie in a row (see `lay_in_a_row`)
     become one tensor, and so do their gradients and states. From then on, each `.grad` and each moment in `optimizer.state` is
     a part of such a tensor, so `optimizer.state_dict()` stays right. Learning rates are read from `optimizer`. A parameter
-    without a gradient so far stays as it is until it gets one, as in `optimizer`.
+    without a gradient so far stays as it is until it gets one, as in `optimizer`. If a parameter gets no gradient in a later
+    step, as in a block that is skipped at random, `complete` says so, and `optimizer` must go on alone.
+
+    Before a step, all gradients are -0.0: whatever is added to it, also 0.0, is no longer -0.0. So what is still -0.0 after the
+    backward pass got no gradient.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # each parameter with the part that is its gradient
+        self.starts: list[Tensor] = []  # of each joined gradient, the positions where its parts begin
         self.groups: list[tuple[dict, list[list[Tensor]]]] = []  # each group, with five lists: see `join`
         others = []
         for group in optimizer.param_groups:
@@ -127,6 +132,7 @@ class FlatAdamW:
         of steps. The gradients and moments of the parameters become parts of them.
         """
         sizes = [p.numel() for p in row]
+        self.starts.append(torch.tensor([0, *sizes[:-1]], device=row[0].device).cumsum(0))
         flat = nn.Parameter(row[0].detach().as_strided((sum(sizes),), (1,)))
         flat.grad = torch.zeros_like(flat)
         states = [self.optimizer.state[p] for p in row]
@@ -139,15 +145,21 @@ class FlatAdamW:
         return flat, flat.grad, *moments.values(), states[0]["step"]
 
     def zero_grad(self):
-        """Set all gradients to zero, and those of parameters without a gradient so far to None."""
+        """Set all gradients to zero (-0.0), and those of parameters without a gradient so far to None."""
         for p in self.flat_parameters:
-            p.grad.zero_()
+            p.grad.fill_(-0.0)
         if self.rest is not None:
             self.rest.zero_grad()
 
-    @property
-    def intact(self) -> bool:
-        """Whether all gradients still are where this object expects them. An objective may have replaced one, or removed it."""
+    def complete(self) -> bool:
+        """Return whether all parameters have got gradients, and these still are where this object expects them. An objective
+        may have replaced one, or removed it. Parameters that got no gradient have `.grad` None after this, as in PyTorch.
+        """
+        firsts = [p.grad.index_select(0, starts) for p, starts in zip(self.flat_parameters, self.starts)]
+        if firsts and untouched(torch.cat(firsts)).any():  # quick: one value of each parameter
+            for p, gradient in self.gradients:
+                if p.grad is gradient and untouched(gradient).all():
+                    p.grad = None
         return all(p.grad is gradient for p, gradient in self.gradients)
 
     @torch.no_grad()
@@ -188,6 +200,11 @@ class FlatAdamW:
         """Make the count of steps of each parameter its own again, so that `optimizer` can go on alone."""
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
+
+
+def untouched(values: Tensor) -> Tensor:
+    """Return for each value whether it is -0.0: then nothing was added to it since `FlatAdamW.zero_grad`."""
+    return (values == 0) & values.signbit()
 
 
 def rows_in_memory(parameters: Iterable[nn.Parameter], states: dict) -> list[list[nn.Parameter]]:

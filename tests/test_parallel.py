@@ -58,7 +58,8 @@ def main(name: str, folder: str, deadly_step: str):
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    record = parallel.fit_parallel(RUNS[name], folder, watch=watch)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as for `fit`, the choice of the caller must not matter
+        record = parallel.fit_parallel(RUNS[name], folder, watch=watch)
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     print("threads of gloo:", sum("gloo" in thread for thread in threads))
     tensors = [*trained[-1].objective.state_dict().values(), *trained[-1].model.state_dict().values()]

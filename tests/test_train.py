@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,11 +40,13 @@ from smallvit import (
     optim,
 )
 from smallvit.evaluate import PerImage
+from smallvit.numerics import Numerics
 from smallvit.packing import unpack_bits, unpack_floats
+from smallvit.recipe import load_recipe
 from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, Record, code, read_record, write_record
 from smallvit.rng import stream
 from smallvit.storage import HOST
-from smallvit.train import checkpoint
+from smallvit.train import checkpoint, fit_stacked
 from smallvit.train.batches import batch_index
 from smallvit.train.fit import Tags, evaluate
 from smallvit.train.loop import CHECKS, Training
@@ -111,6 +114,45 @@ def test_fit_computes_in_the_precision_of_the_run_also_inside_autocast(tmp_path)
         fit(SHORT, tmp_path / "2")
         assert torch.is_autocast_enabled("cpu"), "the caller's choice is kept"
     assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
+
+
+def test_two_threads_that_train_at_the_same_time_do_not_disturb_each_other(tmp_path):
+    runs = [SHORT.vary(seed=seed, dropout=0.2) for seed in range(2)]  # dropout draws from the generator that all threads share
+    for run in runs:
+        fit(run, tmp_path / f"alone{run.seed}")
+    with ThreadPoolExecutor(2) as pool:
+        records = [*pool.map(lambda run: fit(run, tmp_path / f"thread{run.seed}"), runs)]
+    assert [record.finished for record in records] == [True, True]
+    assert all(equal(weights(tmp_path / f"alone{seed}"), weights(tmp_path / f"thread{seed}")) for seed in range(2))
+
+
+TIED = """
+from functools import partial
+from smallvit import PatchEmbed, Run, ViT, ablate
+class Tied(ViT):
+    def __init__(self, size, channels, classes):
+        super().__init__(size, channels, classes, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2)
+        self.blocks[1].mlp = self.blocks[0].mlp
+RUNS = ablate({"a": Run()}, references=False)
+"""
+
+
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics(kernel="native")], ids=["default", "native"])
+def test_model_with_tied_weights_is_trained_saved_and_loaded(numerics, tmp_path):
+    (tmp_path / "tied.py").write_text(TIED)
+    run = SHORT.vary(model=load_recipe(tmp_path / "tied.py").Tied)
+    record = fit(run, tmp_path / "run", numerics=numerics)
+    model = load(tmp_path / "run").model
+    assert model.blocks[1].mlp is model.blocks[0].mlp and record.params == sum(p.numel() for p in model.parameters())
+    saved = weights(tmp_path / "run")
+    assert torch.equal(saved["blocks.0.mlp.0.weight"], saved["blocks.1.mlp.0.weight"])
+    test = digits().test.open()
+    predicted = model(load(tmp_path / "run").preprocess(test.images)).argmax(-1)
+    assert (predicted == test.labels).double().mean().item() == pytest.approx(record.test["accuracy"], abs=1e-4)
+    together = fit_stacked([run, run.vary(seed=1)], [tmp_path / "one", tmp_path / "two"], numerics=numerics)
+    assert [r.status for r in together] == ["finished"] * 2
+    for name, tensor in weights(tmp_path / "one").items():
+        torch.testing.assert_close(tensor, saved[name], rtol=0, atol=1e-3)
 
 
 def first_steps(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]:

@@ -33,7 +33,7 @@ ROOM = 2**26  # bytes of a file beyond the tensors that are expected in it
 PLAIN = {
     "origin": "text", "step": "count", "seconds": "amount", "in_a_row": "count", "stacked": "positive?",
     "curve": [["count", "number?", "number?"]], "health": [{"step": "count", ...: "number?"}],
-    "trace": [["text"], ["number"]], "numerics": ["value"], ...: "any",
+    "trace": [["text"], ["number"]], "numerics": ["value"], "joins_parameters": "flag", ...: "any",
 }  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def state_of(training: "Training") -> dict[str, Any]:
         "stacked": training.stacked,
         "trace": [training.trace.batches, training.trace.losses],
         "numerics": [*training.numerics],
+        "joins_parameters": training.joins_parameters,
     }
 
 
@@ -238,6 +239,7 @@ def restore(training: "Training", state: dict[str, Any]):
     training.trace.batches, training.trace.losses = state["trace"]
     training.health, training.monitor.in_a_row = state["health"], state["in_a_row"]
     training.use(Numerics(*state["numerics"]))  # as it began, whatever was asked for this time
+    training.joins_parameters &= state["joins_parameters"]
     training.objective.load_state_dict(state["objective"])
     groups = training.optimizer.state_dict()["param_groups"]
     training.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})

@@ -1,5 +1,6 @@
 """`fit(run, folder)` trains and evaluates a run and writes its record. It can be killed at any moment and continued later."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -51,6 +52,7 @@ class Tags(NamedTuple):
 
 
 NO_TAGS = Tags()
+ONE_AT_A_TIME = threading.RLock()  # a run trains its earlier runs first, inside its own training
 
 
 def fit(
@@ -107,9 +109,11 @@ def training_allowed() -> Iterator[None]:
     """Context manager in which gradients are computed, in the precision of the run, also if the caller has switched gradients
     off or `torch.autocast` on. After it, torch's global generators of random numbers are as before, because training seeds
     them. So the caller's own random numbers, such as those of a random search, do not repeat.
+
+    All threads of a process share these generators. So if several threads train, one of them waits for the other.
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with ExitStack() as stack:
+    with ONE_AT_A_TIME, ExitStack() as stack:
         for kind in ("cpu", *["cuda"] * bool(gpus)):
             stack.enter_context(torch.autocast(kind, enabled=False))
         for context in (torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(gpus)):
@@ -139,6 +143,8 @@ def fit_stacked(
     stacked, or that resume from checkpoints of their own, are trained one after another. `dependencies` are the folders of the
     runs that each run depends on, by field ("init", "teacher"). `curves=False` leaves out the validation accuracy at the checks
     during training, which saves time if only the last score counts. See `fit` for the other parameters.
+
+    A run whose loss is not finite stops all of them with a FloatingPointError that names its seed. Train the others without it.
 
     A stack has one checkpoint, in the folder of its first run. If it is interrupted, calling this function with the same runs
     in the same order continues it, and the weights are bitwise those of an uninterrupted stack. Runs of a stack that are then

@@ -280,7 +280,7 @@ class Training:
         """Update the weights and their average (EMA) from the gradients of a step, and count the step with its `loss`."""
         self.set_learning_rates(self.optimizer)
         self.objective.before_step(self.progress)
-        if self.flat is not None and not self.flat.intact:
+        if self.flat is not None and not self.flat.complete():
             self.flat.separate()
             self.flat, self.joins_parameters = None, False
         if self.run.clip and self.flat:

@@ -36,7 +36,7 @@ from smallvit.record import Record
 from smallvit.run import Run
 
 from . import checkpoint
-from .fit import NO_TAGS, Tags, fit, load_data, prepare_training
+from .fit import NO_TAGS, Tags, fit, load_data, prepare_training, training_allowed
 from .loop import Training, Watch, train
 
 PATIENCE = timedelta(days=30)  # other processes wait while the first one trains an earlier run, or measures the model
@@ -77,7 +77,7 @@ def fit_parallel(
     if processes == 1:
         return fit(run, folder, tags=tags, device=device, watch=watch, init=init, **options)
     check_divisible(run, processes)
-    with joined(device) as own_device:
+    with joined(device) as own_device, training_allowed():
         if dist.get_rank():
             record = follow(run, folder, own_device, init, numerics)
         else:

@@ -43,8 +43,8 @@ class Stack:
 
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
     bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone. Models
-    with random numbers inside a step (dropout), or whose number of tokens depends on the image, cannot be stacked. Nor can
-    models with a module that says why in its attribute `not_stackable`.
+    with random numbers inside a step (dropout), with tied weights, or whose number of tokens depends on the image, cannot be
+    stacked. Nor can models with a module that says why in its attribute `not_stackable`.
 
     `resumed=True` leaves out this check, for members that were trained together until their checkpoint.
 
@@ -69,6 +69,9 @@ class Stack:
         for module in first.objective.modules():
             if reason := getattr(module, "not_stackable", None):
                 raise NotStackable(f"{type(module).__name__} {reason}")
+        named = [*first.objective.named_parameters(remove_duplicate=False)]
+        if len({id(parameter) for _, parameter in named}) < len(named):
+            raise NotStackable("one tensor is the weight of two modules (tied weights)")
         self.members, self.first = members, first
         # PyTorch's fused attention for GPUs does not work in `torch.func.vmap`, and native blocks are for CPUs
         gpu_rule = first.device.type != "cpu" and first.numerics.kernel in (None, "native")

@@ -263,7 +263,8 @@ def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict
 
     preprocess = Preprocess.from_spec(spec).to_dict()
     description = json.dumps({"fingerprint": fingerprint(run), "preprocess": preprocess})
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    # copies, because the file cannot hold two names of one tensor (tied weights)
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model.state_dict().items()}
     with failures_named(path):
         save_file(tensors, path, metadata={"smallvit": description})
         flush_to_disk(path)
