@@ -12,6 +12,7 @@ Letters in shapes: b images, h heads, n tokens, p patch tokens, e width of one h
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -193,6 +194,14 @@ class Rotary(nn.Module):
         else:
             self.register_buffer("frequencies", torch.empty(2, 1, 2 * count), persistent=False)
         self.reset_parameters()
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Rotary":
+        """Move or convert the module. Fixed frequencies stay at least float32, also after `model.bfloat16()`."""
+        fixed = None if isinstance(self.frequencies, nn.Parameter) else self.frequencies
+        super()._apply(fn, recurse)
+        if fixed is not None and self.frequencies.dtype in (torch.bfloat16, torch.float16):
+            self.frequencies = fixed.to(self.frequencies.device)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self):

@@ -1,4 +1,4 @@
-"""The code behind each name of a recipe file, as a hash: a changed hash means that runs which use this code are trained again."""
+"""The code behind each name of a recipe file, as a hash. If it has changed, runs that use this code are trained again."""
 
 import ast
 import hashlib

@@ -27,6 +27,8 @@ def decay_groups(
 
     Raises   ValueError for `layer_decay` with a model that has no blocks.
     """
+    if not hasattr(objective, "learning_rates"):
+        raise ValueError(f"got a {type(objective).__name__}; expected an objective, such as Supervised(model)")
     no_decay = {id(parameter_at(m, name)) for m in objective.modules() for name in names_without_decay(m)}
     distances = {} if layer_decay is None else distances_to_head(objective.trained_model)
     matrices = hidden_matrices(objective)
@@ -244,7 +246,10 @@ def distances_to_head(model: Any) -> dict[int, int]:
     Raises ValueError for a model without blocks.
     """
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
-        raise ValueError(f"layer_decay needs blocks and {type(model).__name__} has none; expected a ViT, or layer_decay=None")
+        raise ValueError(
+            f"layer_decay needs the blocks of a ViT and {type(model).__name__} has none; use a ViT (of a Vision Transformer of "
+            "timm: from_timm), or layer_decay=None"
+        )
     last, distances = len(model.blocks), {}
     for index, block in enumerate(model.blocks):
         distances |= dict.fromkeys(map(id, block.parameters()), last - index)

@@ -34,6 +34,7 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, image: Image, channels: int, dim: int, *, patch: int, kernel: int | None = None, linear: bool = False):
         super().__init__()
+        check_side(patch)
         kernel = patch if kernel is None else kernel
         if kernel < patch or (kernel - patch) % 2:
             raise ValueError(f"kernel is {kernel}; expected the patch plus an even margin: {patch}, {patch + 2}, ...")
@@ -84,6 +85,7 @@ class ShiftedPatchEmbed(nn.Module):
         patch: int, shift: str = "half-patch diagonal", norm: bool = True, pad: float = 0.0,
     ):  # fmt: skip
         super().__init__()
+        check_side(patch)
         self.patch, self.pad = patch, pad
         self.offsets = shift_offsets(shift, patch)
         self.grid(image)
@@ -242,6 +244,12 @@ def check_pair(image: Any) -> Image:
     if not isinstance(image, tuple | list) or len(image) != 2:
         raise ValueError(f"image is {image!r}; expected (height, width) in pixels, such as (28, 28)")
     return image
+
+
+def check_side(patch: Any):
+    """Raise ValueError if the side of a patch is not a whole number of pixels."""
+    if not isinstance(patch, int) or isinstance(patch, bool):
+        raise ValueError(f"patch is {patch!r}; expected the side of a square patch in pixels, such as 4")
 
 
 def patch_grid(image: Image, patch: int) -> tuple[int, int]:

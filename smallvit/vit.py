@@ -56,6 +56,8 @@ class Block(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}")
+        if not dim * mlp_ratio >= 1:
+            raise ValueError(f"mlp_ratio is {mlp_ratio}; expected a number above 0, for a hidden width of at least 1")
         hidden = int(dim * mlp_ratio)
         gated = activation in GATED
         if gated:  # three matrices for two: 2/3 of the width, rounded up to a multiple of 8
@@ -137,7 +139,6 @@ class ViT(nn.Module):
              another length than `depth`, a mask for a model with a reduction, or a slot that cannot be called.
     """
 
-    no_weight_decay = ("prefix",)
     blocks: Any  # `Blocks`, a list of what the block slot makes
 
     def __init__(
@@ -161,7 +162,8 @@ class ViT(nn.Module):
         norm_after_pool: bool = False,
     ):
         super().__init__()
-        check_integers(dim=(dim, 1), depth=(depth, 0), heads=(heads, 1), registers=(registers, 0))
+        check_integers(channels=(channels, 1), classes=(classes, 0), dim=(dim, 1), depth=(depth, 0), heads=(heads, 1))
+        check_integers(registers=(registers, 0))
         check_slots(tokenizer=tokenizer, attention=attention, pool=pool, block=block)
         check_slots(none=True, position=position, reduction=reduction)
         if position and acts_inside_attention(position):
@@ -230,6 +232,18 @@ class ViT(nn.Module):
         prefix, dim = self.prefix.shape
         return [LayerContext(layer, depth, dim, prefix, self.pool.class_tokens > 0, rows * columns) for layer in range(depth)]
 
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of all parameters that get no weight decay in any optimizer, such as `prefix` and `position.table`.
+        timm's `create_optimizer_v2` asks for them in this form. Biases and norms are not in the set: optimizers leave them out
+        because they have one axis.
+        """
+        found = {"prefix"}
+        for path, module in self.named_modules():
+            if module is not self:
+                names: Any = getattr(module, "no_weight_decay", ())
+                found.update(f"{path}.{name}" for name in (names() if callable(names) else names))
+        return found
+
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return all tokens after the last block (batch, tokens, width), and the number of patches that each token represents
         (batch, tokens); None means 1 for all. `x` holds normalized images. `mask`, boolean and broadcastable to
@@ -248,6 +262,8 @@ class ViT(nn.Module):
         if mask is not None and any(getattr(block, "reduction", None) is not None for block in self.blocks):
             raise ValueError("got a mask for a model that reduces tokens, which a mask cannot follow; expected mask=None")
         grid = self.tokenizer.grid(x.shape[-2:])
+        if keep is not None:
+            check_indices(keep, len(x), prod(grid))
         x = self.dropout(self.embed(x))
         places = places_of(grid, x.device) if any(map(needs_places, self.blocks)) else None
         if keep is not None:
@@ -324,6 +340,21 @@ class DropPath(nn.Module):
             return x
         kept = torch.rand(len(x), 1, 1, device=x.device) >= self.rate
         return x * (kept / (1 - self.rate)).to(x.dtype)
+
+
+def check_indices(keep: Tensor, images: int, patches: int):
+    """Raise ValueError unless `keep` (images, any number) holds indices of patches. Indices on a GPU are not read, because this
+    would wait for all earlier work.
+    """
+    if keep.ndim != 2 or len(keep) != images or keep.dtype != torch.int64:
+        raise ValueError(
+            f"keep has shape {tuple(keep.shape)} and dtype {keep.dtype}; expected the indices of patches (torch.int64), a row "
+            f"for each of the {images} images"
+        )
+    if keep.device.type == "cpu" and keep.numel() and not torch.compiler.is_compiling():
+        first, last = keep.aminmax()
+        if first < 0 or last >= patches:
+            raise ValueError(f"keep has indices from {first} to {last}; expected 0 to {patches - 1}, for {patches} patches")
 
 
 def check_integers(**numbers: tuple[int, int]):

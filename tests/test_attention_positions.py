@@ -366,6 +366,17 @@ def test_angles_are_computed_in_float32():
     assert found.dtype == torch.bfloat16 and ((found - exact).abs() / (exact.abs() + 1)).max() < 1e-2
 
 
+def test_fixed_frequencies_keep_their_precision_in_a_model_of_half_precision():
+    """After `bfloat16()`, and back; a model of double precision has all digits that it can have."""
+    module = Rotary(2, 16, (14, 14), 0)
+    before = module.frequencies.clone()
+    assert torch.equal(module.bfloat16().frequencies, before) and torch.equal(module.float().frequencies, before)
+    assert module.double().frequencies.dtype == torch.float64
+    with torch.device("meta"):
+        empty = Rotary(2, 16, (14, 14), 0).bfloat16()
+    assert empty.to_empty(device="cpu").frequencies.dtype == torch.float32
+
+
 @every
 def test_gradients_are_correct(position):
     module = randomize(LocalityAttention(4, 1, position=partial(position, grid=(2, 2), prefix=1)).double())

@@ -70,6 +70,7 @@ MAY_IMPORT = {
     "data": {"rng", "storage"},
     "record": {"packing", "shapes", "storage"},
     "components": {"shapes"},
+    "definitions": set(),
     "trackers": {"record", "storage"},
     "numerics": {"native", "vit"},
     "native": {"attention", "convolution", "pooling", "reduction", "storage", "tokenizers", "vit"},

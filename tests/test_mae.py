@@ -161,6 +161,14 @@ def test_the_loss_is_the_squared_error_of_hidden_patches(normalise, channels):
     assert mae.error(predicted, images, hidden).item() == pytest.approx(sum(errors) / len(errors), rel=1e-12)
 
 
+def test_the_loss_of_a_model_of_half_precision_is_computed_in_float32():
+    mae = MAE(ViT((8, 12), 1, 5, dim=8, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=4)), ratio=0.5, **SMALL)
+    images, predicted = random_images(mae.model, 2), torch.randn(2, 3, 16).bfloat16()
+    _, hidden = mae.hide(images)
+    expected = mae.error(predicted.float(), images.bfloat16().float(), hidden)
+    assert torch.equal(mae.bfloat16().error(predicted, images.bfloat16(), hidden), expected)
+
+
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_loss_is_that_of_lightlys_functions(normalise, channels):
@@ -449,7 +457,7 @@ def batch_of_zeros(*shape, **options):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: MAE(SmallCNN((28, 28), 1, 5)), "MAE hides patches from a ViT; got a SmallCNN"),
+        (lambda: MAE(SmallCNN((28, 28), 1, 5)), "MAE hides patches from a ViT and got a SmallCNN"),
         (lambda: batch_of_zeros(2, 3, 28, 28), r"got images of shape .* needs b 1 h w"),
         (lambda: batch_of_zeros(1, 28, 28), r"got images of shape .* needs b 1 h w"),
         (lambda: batch_of_zeros(2, 1, 32, 32), "patches of 7 pixels do not tile an image of 32 x 32"),

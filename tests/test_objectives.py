@@ -142,7 +142,7 @@ def test_settings_of_a_run_that_fit_are_accepted(objective, setting):
 
 
 def test_layer_decay_needs_blocks():
-    with pytest.raises(ValueError, match="layer_decay needs blocks and SmallCNN has none"):
+    with pytest.raises(ValueError, match="layer_decay needs the blocks of a ViT and SmallCNN has none"):
         decay_groups(Supervised(SmallCNN((8, 8), 1, 5)), 0.1, 0.5)
 
 

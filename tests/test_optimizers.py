@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
+from timm.optim import create_optimizer_v2
 from torch import nn
-from toys import TINY_VIT, slow_after
+from toys import TINY_VIT, slow_after, tiny_vit
 
 from smallvit import (
     DINO,
@@ -17,6 +18,7 @@ from smallvit import (
     SAM,
     AdamW,
     Attention,
+    Learned,
     LearnedPrune,
     LearnedThresholds,
     LearnThresholds,
@@ -30,6 +32,7 @@ from smallvit import (
     SemiSupervised,
     SmallCNN,
     Supervised,
+    TalkingHeadsAttention,
     Tune,
     ViT,
     ablate,
@@ -178,6 +181,14 @@ def test_parameters_that_a_timm_model_names_with_dots_get_no_weight_decay():
     assert [id(p) for p in decayed] == [id(model.layers[1].weight)]
 
 
+def test_names_without_weight_decay_are_those_of_our_groups_and_of_timms_optimizers():
+    model = tiny_vit((8, 8), 1, 3, dim=8, attention=TalkingHeadsAttention, position=Learned)
+    ours, _ = decay_groups(Supervised(model), 0.1)
+    theirs = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.1).param_groups
+    decayed = [{id(p) for group in groups if group["weight_decay"] for p in group["params"]} for groups in (ours, theirs)]
+    assert decayed[0] == decayed[1] and "blocks.1.attention.mix_maps" in model.no_weight_decay()
+
+
 def test_zero_gradient_moves_a_matrix_by_weight_decay_only():
     p = nn.Parameter(torch.ones(3, 3))
     p.grad = torch.zeros(3, 3)
@@ -255,6 +266,12 @@ def test_asam_treats_rescaled_weights_alike(adaptive):
         with optimizer.moved():
             losses.append((layers[1] @ layers[0] @ x).square().sum().item())
     assert (losses[0] == pytest.approx(losses[1])) is adaptive
+
+
+def test_weights_without_gradients_are_not_moved():
+    p = nn.Parameter(torch.ones(2))
+    with SAM(groups_of([p])).moved():
+        assert torch.equal(p, torch.ones(2))
 
 
 def test_asam_adapts_matrices_and_kernels_only():

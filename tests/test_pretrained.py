@@ -282,6 +282,14 @@ def test_from_timm_names_unsupported_parts(options, part):
         from_timm(TIMM(**options))
 
 
+def test_from_timm_refuses_blocks_that_differ_from_the_first():
+    theirs = TIMM(depth=3, drop_path_rate=0.1)
+    from_timm(theirs)  # the rates of stochastic depth differ, and are not copied
+    theirs.blocks[2].attn.scale *= 2
+    with pytest.raises(ValueError, match="this timm model has blocks that are not all alike, which a ViT does not"):
+        from_timm(theirs)
+
+
 @pytest.mark.parametrize(
     ("head", "part"),
     [

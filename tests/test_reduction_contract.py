@@ -209,6 +209,20 @@ def test_copy_and_loaded_state_dict_give_equal_logits(make):
         assert torch.equal(other(x), expected)
 
 
+@one_each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_sizes_are_exact_in_a_model_of_half_precision(make, dtype):
+    """With many patches: bfloat16 cannot count beyond 256."""
+    model = small(reduction=make).to(dtype).eval()
+    images = torch.randn(2, 1, 48, 48, dtype=dtype)
+    x, size = model.tokens(images)
+    assert x.dtype == dtype and model(images).dtype == dtype
+    if size is not None:
+        assert size.dtype == torch.promote_types(dtype, torch.float32) and torch.equal(size, size.round())
+        if make.func in (Merge, Prune):  # the others remove patches
+            assert size.sum(1).tolist() == [577, 577]
+
+
 @on
 @pytest.mark.parametrize("image", [(2, 2), (2, 4), (6, 10), (12, 14)])
 def test_other_image_sizes_work(make, image):

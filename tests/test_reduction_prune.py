@@ -206,6 +206,12 @@ def test_bad_input_is_refused(options, key_words):
         tiny(reduction=partial(Prune, **options))
 
 
+def test_image_without_patches_has_nothing_to_prune():
+    prune = Prune(LayerContext(0, 1, prefix=1), keep=0.5, layers=(0,))
+    x = torch.randn(2, 1, 8)
+    assert prune(x, None, saliency=lambda queries: torch.ones(2, 1))[0] is x and prune.left(1) == 1
+
+
 def test_default_layers_are_at_quarters_of_the_depth():
     def pruning(depth, **options):
         return [layer for layer in range(depth) if Prune(LayerContext(layer, depth), **options).keep < 1]

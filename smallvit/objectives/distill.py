@@ -60,6 +60,8 @@ class Distill(Objective):
         token: bool = False,
     ):
         super().__init__(model)
+        if not isinstance(teacher, nn.Module):
+            raise ValueError(f"teacher is {teacher!r}; expected a trained model, such as load(folder).model")
         if kind not in ("soft", "hard"):
             raise ValueError(f"kind is {kind!r}; expected 'soft' (all logits of the teacher) or 'hard' (its first choice)")
         if not 0 <= weight <= 1:

@@ -96,7 +96,10 @@ class MAE(Objective):
     ):
         super().__init__(model)
         if not isinstance(model, ViT):
-            raise ValueError(f"MAE hides patches from a ViT; got a {type(model).__name__}, expected model=partial(ViT, ...)")
+            raise ValueError(
+                f"MAE hides patches from a ViT and got a {type(model).__name__}; expected model=partial(ViT, ...) or, for a "
+                "Vision Transformer of timm, from_timm(model)"
+            )
         if reduces(model):
             reason = "masked patches need a token for each visible patch"
             raise ValueError(f"{reason}; got a model that reduces its tokens, expected reduction=None")
@@ -163,10 +166,11 @@ class MAE(Objective):
         shape (batch, hidden, pixels), and `hidden` (batch, hidden) holds the indices of these patches in `images`.
         """
         targets = gather_tokens(patchify(images, self.grid(images)), hidden)
+        targets = targets.to(torch.promote_types(targets.dtype, torch.float32))  # half precision has no exact mean of squares
         if self.normalise:
             mean, std = mean_and_std(targets)
             targets = (targets - mean) / std
-        return (predicted - targets).square().mean()
+        return (predicted.to(targets.dtype) - targets).square().mean()
 
     def reconstruct(self, images: Tensor, *, seed: int = 0) -> Reconstruction:
         """Hide random patches of images, predict their pixels, and return a `Reconstruction` (input, mask and predicted

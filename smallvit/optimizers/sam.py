@@ -101,6 +101,9 @@ class SAM(Optimizer):
         group without the entry "decays" as biases.
         """
         chosen = [(p, group.get("decays", False)) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not chosen:
+            yield
+            return
         kept = [p.detach().clone() for p, _ in chosen]
         with torch.no_grad():
             units = [w.abs().add_(self.eta) if self.adaptive and decays else None for w, (_, decays) in zip(kept, chosen)]

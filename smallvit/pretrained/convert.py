@@ -185,6 +185,20 @@ def vit_with_shape_of(model: Any) -> Callable[..., ViT]:
     )
 
 
+def settings_in(block: nn.Module) -> list[tuple]:
+    """Return what decides what a block of timm computes besides its weights: its layers, the shapes of their weights, the heads
+    and the scale of attention, and the form of GELU. Layers that drop something at random are left out.
+    """
+    kept = [(name, m) for name, m in block.named_modules() if type(m).__name__ not in ("DropPath", "Dropout", "Identity")]
+    return [
+        (
+            name, type(m), [tuple(p.shape) for p in m.parameters(recurse=False)],
+            *(getattr(m, option, None) for option in ("num_heads", "scale", "approximate")),
+        )
+        for name, m in kept
+    ]  # fmt: skip
+
+
 def unsupported_parts(model: Any) -> list[str]:
     """Return a list of the classes and settings in a Vision Transformer of timm that our `ViT` does not support, as text. The
     list is empty if the timm model can be converted to a `ViT`.
@@ -219,5 +233,6 @@ def unsupported_parts(model: Any) -> list[str]:
         "patches that are not square": embed.patch_size[0] != embed.patch_size[1],
         f"a {type(head).__name__} as head (instead of nn.Linear)": type(head) not in (nn.Linear, nn.Identity),
         "a head without bias": type(head) is nn.Linear and head.bias is None,
+        "blocks that are not all alike": any(settings_in(block) != settings_in(first) for block in model.blocks),
     }
     return [setting for setting, present in settings.items() if present]

@@ -134,6 +134,11 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
              for images of another size, unless it has `dynamic_img_size=True`. `set_input_size` of the model raises it for
              another patch size.
     """
+    if isinstance(tokenizer, nn.Module) or not callable(tokenizer):
+        raise ValueError(
+            f"timm_tokenizer got a finished {type(tokenizer).__name__}; expected a class, or functools.partial of a class with "
+            "its options"
+        )
     return made_once(tokenizer_class, tokenizer)
 
 

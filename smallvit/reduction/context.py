@@ -63,6 +63,13 @@ def reduce_tokens(
     return reduced[..., :d].to(x.dtype), size, places._replace(at=at)
 
 
+def unit_sizes(x: Tensor) -> Tensor:
+    """Return the sizes (batch, tokens) of tokens `x` (batch, tokens, width) that represent one patch each: all are 1. The
+    number format is at least float32, because half precision (bfloat16) does not count beyond 256.
+    """
+    return torch.ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
     """Return selected tokens of each image. `index` (b, m) holds the positions of the tokens to select. Tokens `x` of shape (b,
     n, d) become (b, m, d). Numbers per token of shape (b, n) become (b, m).

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, check_fraction, gather_tokens, pruning_layers
+from .context import LayerContext, check_fraction, gather_tokens, pruning_layers, unit_sizes
 
 
 class LearnedPrune(nn.Module):
@@ -64,7 +64,7 @@ class LearnedPrune(nn.Module):
         if self.predictor is None:
             return x, size
         p = self.prefix
-        present = x.new_ones(x.shape[:2]) if size is None else size
+        present = unit_sizes(x) if size is None else size
         score = self.predictor(x[:, p:, : self.dim], present[:, p:]).float().log_softmax(-1)
         if self.training:
             kept = present[:, p:] * F.gumbel_softmax(score, hard=True)[..., 0]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext
+from .context import LayerContext, unit_sizes
 
 
 class Merge(nn.Module):
@@ -84,12 +84,12 @@ class Merge(nn.Module):
         before, after = n * image, (n - r) * image  # the first token of each image
         remaining = (torch.cat([tokens[:, :p], unmerged, tokens[:, first_target::2]], dim=1) + before).flatten()
         merged, match = (sources[:, :r] + before).flatten(), (match + after).flatten()
-        x = x.flatten(0, 1)
-        size = x.new_ones(b * n) if size is None else size.flatten()
-        x, moved, mass = x.index_select(0, remaining), x.index_select(0, merged), size.index_select(0, merged)
+        size = (unit_sizes(x) if size is None else size).flatten()
+        x, mass = x.flatten(0, 1), size.index_select(0, merged)
+        x, moved = x.index_select(0, remaining), x.index_select(0, merged)
         size = size.index_select(0, remaining).index_add(0, match, mass)
         # the mean is computed as a step towards the merged token, so that tokens without a merge stay bit for bit the same
-        share = mass / size.index_select(0, match)
+        share = (mass / size.index_select(0, match)).to(x.dtype)
         step = (moved - x.index_select(0, match)) * share[:, None]
         x = x.index_add(0, match, step) if torch.is_grad_enabled() else x.index_add_(0, match, step)
         return x.unflatten(0, (b, n - r)), size.unflatten(0, (b, n - r))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import LayerContext, check_fraction, gather_tokens, pruning_layers
+from .context import LayerContext, check_fraction, gather_tokens, pruning_layers, unit_sizes
 
 
 class Prune(nn.Module):
@@ -81,7 +81,7 @@ class Prune(nn.Module):
         stay, dropped = order[:, :kept], order[:, kept:]
         tokens = [x[:, :p], gather_tokens(x, stay)]
         if self.fuse == "mean" and size is None:
-            size = x.new_ones(x.shape[:2])
+            size = unit_sizes(x)
         sizes = [] if size is None else [size[:, :p], gather_tokens(size, stay)]
         if self.fuse != "none":
             weight = gather_tokens(score, dropped - p).to(x.dtype)
@@ -96,6 +96,7 @@ class Prune(nn.Module):
 
 def kept_patches(keep: float, patches: int) -> int:
     """Return the number of patches that stay if a fraction of them is kept. `keep` is the fraction and `patches` is the number
-    of all patches. The product is rounded up, and is at least one.
+    of all patches. The product is rounded up, and at least one patch stays if there is any.
     """
-    return max(1, math.ceil(round(keep * patches, 6)))  # rounded first: 0.55 * 100 is 55.00000000000001 as a float
+    exact = round(keep * patches, 6)  # rounded first: 0.55 * 100 is 55.00000000000001 as a float
+    return min(patches, max(1, math.ceil(exact)))

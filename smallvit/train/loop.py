@@ -139,7 +139,7 @@ class Training:
         started = time.perf_counter()
         self.images = self.training_images(data)
         self.pool = self.unlabelled_images(data)
-        if run.reads_labels:
+        if run.reads_labels and self.label_mask:  # not the sizes of classes whose labels are hidden
             self.objective.set_class_counts(self.images.labels.bincount(minlength=len(self.spec.classes)))
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         self.step, self.seconds, self.loss = 0, time.perf_counter() - started, torch.zeros((), device=self.device)
