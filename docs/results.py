@@ -32,7 +32,7 @@ from smallvit.record import Record, format_labels, read_records
 from smallvit.report import text as report_text
 from smallvit.tuning import read as read_tuned
 from smallvit.verdicts import Comparison, Row, compare
-from smallvit.verdicts.comparison import condition_of
+from smallvit.verdicts.comparison import Difference, condition_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,7 +119,7 @@ INKS = (("#1f2328", "#656d76", "#ffffff"), ("#e6edf3", "#8b949e", "#0d1117"))  #
 LABELS = (10, 100, 1_000, 10_000)  # numbers of labels that are shown
 ALL_DIGITS = 59_000  # the training digits of MNIST without the 1,000 that are used for validation
 WORTH_A_ROW = 0.01  # change of accuracy from which a technique stands in the table of the README
-FRAGILE = "†"
+FRAGILE, PERHAPS = "†", "‡"
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
 BLOCK = r"(?P<start><!-- {}: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)"
 TABLE, TRIALS, ACCURACIES, CARRIED = (
@@ -176,13 +176,20 @@ def with_interval(mean: float, low: float, high: float) -> str:
 
 def cell(row: Row | None) -> str:
     """A difference with its 95% interval on new test images, bold if the verdict is better or worse, with a sign if it is
-    fragile; empty without a run.
+    fragile, or if it may be; empty without a run.
     """
     if row is None or row.difference is None:
         return ""
     d = row.difference
     text = with_interval(d.mean, d.low, d.high) if d.low is not None else points(d.mean)
-    return f"**{text}**{FRAGILE * d.fragile}" if row.verdict in ("better", "worse") else text
+    sign = FRAGILE * d.fragile or PERHAPS * may_be_fragile(d)
+    return f"**{text}**{sign}" if row.verdict in ("better", "worse") else text
+
+
+def may_be_fragile(d: Difference) -> bool:
+    """Whether a verdict is fragile, or older records do not show whether it is: they have only an upper bound of the variance.
+    """
+    return replace(d, bound=False).fragile
 
 
 def markdown_table(lines: Iterable[Iterable[str]]) -> str:
@@ -357,12 +364,14 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     cost += "MACs: multiply-adds for an image. " * ("macs" in costs)
     cost += "Speed-up: against the same model without reduction. " * faster
     fragile = f"{FRAGILE} Fragile: a repetition would give this verdict in fewer than 80 of 100 cases. "
+    perhaps = f"{PERHAPS} Perhaps fragile: older records do not show it. "
     tuned = "Learning rates were chosen for each arm, with many more labelled images than the training has. "
     note = (
         f"The first row is the test accuracy of the baseline after {steps:,} training steps. The other rows are differences "
         "from the baseline (or from the arm named after *against*), in percentage points, with 95% intervals for new seeds and "
         f"new test images. {cost}Bold: the [verdict](../explanation/verdicts.md) is *better* or *worse*, after a correction "
         f"for all comparisons of the recipe, which the intervals do not have. {fragile * (FRAGILE in table)}"
+        f"{perhaps * (PERHAPS in table)}"
         f"{tuned * any(row.condition.tuned is True for row in shown)}{seeds} seeds. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
     )
@@ -407,7 +416,7 @@ def counts() -> str:
     rows = [row for recipe in recipes for row in comparison(recipe).main_rows if row.verdict and row.role != "reference"]
     decided = [row.difference for row in rows if row.verdict in ("better", "worse")]
     fragile = sum(d.fragile for d in decided)
-    unknown = sum(replace(d, bound=False).fragile for d in decided) - fragile
+    unknown = sum(map(may_be_fragile, decided)) - fragile
     return (
         f"- The {len(recipes)} recipes with verdicts together have {len(rows)} comparisons. Of these, {len(decided)} have the "
         f"verdict *better* or *worse*. At least {fragile} of these verdicts are fragile; for {unknown} more, older records do "
