@@ -169,6 +169,22 @@ def test_rounding_passes_on_another_machine_and_in_bf16():
     assert compare(replace(ELSEWHERE, trace=coarse, precision="bf16"))[1]
 
 
+def test_norms_of_runs_that_rounding_has_driven_apart_may_differ_as_those_of_two_seeds():
+    norms = [48.0, 47.5, 48.5, 48.0]
+    old = [replace(record, trace=TRACE | {"final_norm": norm}) for record, norm in zip(records(SCORES), norms)]
+    allowed = t.ppf(0.995, 3) * 2**0.5 * stdev(norms)
+    apart = [[30, 2.0, 0.5], [60, 0.52, 0.9]]
+    for factor, curve, again, agrees in [
+        (0.99, apart, ELSEWHERE, True),
+        (1.01, apart, ELSEWHERE, False),
+        (0.99, apart, HONEST, False),  # the same machine must give the same weights
+        (0.99, CURVE, ELSEWHERE, False),  # the training losses have stayed together, so the weights should have
+    ]:
+        trace = TRACE | {"final_norm": norms[0] - factor * allowed}
+        text, agree = compare(replace(again, trace=trace, curve=curve), old)
+        assert agree is agrees and ("the norm of the final weights is" in text) is not agrees
+
+
 def test_a_run_that_starts_from_another_one_starts_elsewhere_on_another_machine():
     old = [replace(record, pretraining={"steps": 10}) for record in records(SCORES)]
     start = TRACE | {"initial": "j", "losses": [1.0, 1.0, 1.0]}
