@@ -165,7 +165,7 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "verify": (
         "train a few committed runs again and compare the results with the committed records",
-        "recipe --out --jobs --device --seeds --labels --only",
+        "recipe --out --jobs --device --numerics --seeds --labels --only",
     ),
     "new": (
         "look at a folder of your images and write a recipe that compares all techniques on them",
@@ -205,7 +205,7 @@ HELP = {
     "the size of the models); in a cross-validation N runs of any folds, best a multiple of the number of folds",
     "--fast": "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this "
     "machine; the choice is stored for the next time",
-    "--numerics": "how training steps are computed; --fast does not change what is given here: "
+    "--numerics": "how training steps are computed; --fast does not change what is given here (verify: as in the record): "
     "precision=fp32|bf16  kernel=rule|explicit|fused|native  compiled=yes|no",
     "--only": "only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)  "
     "length=2000  settings=tuned|common  pass=0 (of a cross-validation)",

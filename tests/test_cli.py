@@ -24,7 +24,7 @@ from smallvit.commands import report
 from smallvit.commands.run import EXCLUDED, NEEDED
 from smallvit.launch import autotune, plan
 from smallvit.launch.results import record_failure, tags
-from smallvit.numerics import DEFAULT
+from smallvit.numerics import DEFAULT, Numerics
 from smallvit.recipe import check_comparable, find_recipe, load_recipe, only, recipe_files
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records, write_record, write_records
 from smallvit.train.fit import new_record
@@ -751,6 +751,12 @@ def test_verify_trains_all_runs_that_only_names(words, labels, seeds, many_runs,
     assert main(["verify", "mine.py", *words]) == 1
     arms = 2 if "arm=scratch,wide" in words else 3
     assert Counter(trained) == {pair: arms for pair in product(labels, seeds)}
+    if not words:
+        with monkeypatch.context() as patch:
+            numerics: list[Numerics] = []
+            patch.setattr("smallvit.commands.verify.launch", lambda *_, **options: numerics.append(options["numerics"]) or [])
+            assert main(["verify", "mine.py", "--numerics", "precision=bf16", "kernel=explicit"]) == 1
+        assert numerics == [Numerics("bf16", "explicit")]
     if "seed=0-1" in words:
         assert main(["verify", "mine.py", *words, "--seeds", "2"]) == 2 and "remove one of them" in capsys.readouterr().err
 

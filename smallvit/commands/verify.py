@@ -3,11 +3,12 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from smallvit.ablation import ArmRun
 from smallvit.launch import launch
 from smallvit.launch.launcher import check_device
-from smallvit.numerics import Numerics
+from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import filter_value, find_recipe, load_recipe, only
 from smallvit.record import Record, code, read_records
 from smallvit.report import compare_with_committed
@@ -22,8 +23,10 @@ def main(options: argparse.Namespace) -> int:
     By default these are the first seeds of the condition that is cheapest to train: the fewest labels, common settings and the
     shortest training. With `--only`, they are all runs that have what it names, such as a seed. Each run is computed as its
     record says: with the same precision, attention kernel and compilation, and in a stack of the same size where the records
-    contain the other members of this stack.
+    contain the other members of this stack. `--numerics` replaces parts of the first three, for example bf16 on a processor
+    that computes it slowly.
     """
+    given = parse_numerics(options.numerics)
     check_device(options.device)
     check_out(Path(options.out))
     path = find_recipe(options.recipe)
@@ -42,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
     filters = [*options.only, *([f"labels={options.labels}"] if options.labels else [])]
     requested = runs_to_verify(published_runs, filters, options.seeds)
     again: dict[tuple, Record] = {}
-    for (numerics, stack), group in launches(requested, published_runs, recorded).items():
+    for (numerics, stack), group in launches(requested, published_runs, recorded, given).items():
         settings = f"{numerics.describe()}{f' stack {stack}' if stack > 1 else ''}".replace(", ", "-").replace(" ", "-")
         done = launch(
             group,
@@ -94,7 +97,7 @@ def key(run: ArmRun | Record) -> tuple:
 
 
 def launches(
-    requested: Sequence[ArmRun], published: Sequence[ArmRun], recorded: dict[tuple, Record]
+    requested: Sequence[ArmRun], published: Sequence[ArmRun], recorded: dict[tuple, Record], given: dict[str, Any]
 ) -> dict[tuple[Numerics, int], list[ArmRun]]:
     """Group runs by how they must be computed, so that their published results can be repeated. Return a dict from (numerics,
     stack size) to a list of runs. Numerics are precision, attention kernel and compilation; the stack size is the number of
@@ -104,6 +107,7 @@ def launches(
     requested  the runs to verify
     published  all runs with a published record; the runs that were trained as one model with a requested run are found here
     recorded   the published record of each run, by its `key`
+    given      options of `Numerics` that replace those of the records
 
     Runs of a stack are cut into stacks in the order of their seeds. A run whose stack is not complete in the records is trained
     alone.
@@ -119,7 +123,7 @@ def launches(
         members = alike[start : start + stack]
         if len(members) < stack:
             stack, members = 1, [entry]
-        group = groups.setdefault((recorded_numerics(entry, record), stack), {})
+        group = groups.setdefault((recorded_numerics(entry, record)._replace(**given), stack), {})
         group |= {key(member): member for member in members}
     return {settings: list(group.values()) for settings, group in groups.items()}
 
