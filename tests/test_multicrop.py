@@ -83,6 +83,12 @@ def test_warp_is_the_documented_affine_map_of_the_documented_crop(h, w, size, cr
         torch.testing.assert_close(images[i], expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("crops", PRESETS.values(), ids=PRESETS)
+def test_batch_without_images_is_refused(crops):
+    with pytest.raises(ValueError, match="MultiCrop got a batch without images; expected at least one"):
+        views_of(random_batch(b=0, c=3), *crops)
+
+
 def test_crop_of_whole_pixels_is_a_slice():
     h, w = 10, 14
     images = random_batch(h * w, 2, h, w).images * 1e-5

@@ -79,6 +79,8 @@ class MultiCrop:
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
         b, c, h, w = batch.images.shape
+        if not b:
+            raise ValueError("MultiCrop got a batch without images; expected at least one")
         self.table((h, w))  # raises ValueError if the global views differ in size
         if self.second is None:
             both, rest = _draw_all(self.first, (2 * b, c, h, w), generator), []
