@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from smallvit.attention import Attention, AttentionOutput, acts_inside_attention, name_of
 from smallvit.attention_positions import Places, places_of
@@ -56,8 +57,8 @@ class Block(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}")
-        if not dim * mlp_ratio >= 1:
-            raise ValueError(f"mlp_ratio is {mlp_ratio}; expected a number above 0, for a hidden width of at least 1")
+        if not mlp_ratio >= 0:
+            raise ValueError(f"mlp_ratio is {mlp_ratio}; expected the hidden width of the MLP divided by dim, 0 or more")
         hidden = int(dim * mlp_ratio)
         gated = activation in GATED
         if gated:  # three matrices for two: 2/3 of the width, rounded up to a multiple of 8
@@ -344,14 +345,15 @@ class DropPath(nn.Module):
 
 def check_indices(keep: Tensor, images: int, patches: int):
     """Raise ValueError unless `keep` (images, any number) holds indices of patches. Indices on a GPU are not read, because this
-    would wait for all earlier work.
+    would wait for all earlier work, nor those of models that are computed together by `torch.func.vmap`.
     """
     if keep.ndim != 2 or len(keep) != images or keep.dtype != torch.int64:
         raise ValueError(
             f"keep has shape {tuple(keep.shape)} and dtype {keep.dtype}; expected the indices of patches (torch.int64), a row "
             f"for each of the {images} images"
         )
-    if keep.device.type == "cpu" and keep.numel() and not torch.compiler.is_compiling():
+    readable = keep.device.type == "cpu" and not (torch.compiler.is_compiling() or is_functorch_wrapped_tensor(keep))
+    if readable and keep.numel():
         first, last = keep.aminmax()
         if first < 0 or last >= patches:
             raise ValueError(f"keep has indices from {first} to {last}; expected 0 to {patches - 1}, for {patches} patches")

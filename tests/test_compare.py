@@ -89,6 +89,26 @@ def test_records_without_bits_use_an_upper_bound_and_the_page_says_so():
     assert row_of(unknown, "+A").difference.variance.images == 10_000
 
 
+def test_interval_of_a_difference_of_shares_stays_within_100_points():
+    rows = []
+    for r in records({"scratch": 0, "+A": 0}, images=20):
+        right = np.arange(20) != 4
+        right[3] = r.arm == "+A" or r.seed % 2 == 0  # the only image that tells the arms apart
+        rows.append(replace(r, correct=pack_bits(right), test={"accuracy": float(right.mean())}))
+    d = row_of(rows, "+A").difference
+    assert (d.low, d.high) == (-1, 1) and d.variance.n_eff < 2
+
+
+def test_arm_that_is_right_on_all_images_but_one_gets_a_true_reason():
+    rows = []
+    for r in records({"scratch": 0, "+A": 0}, images=50):
+        right = np.full(50, r.arm == "+A")
+        right[0], right[1] = False, right[1] or r.seed % 2 == 0
+        rows.append(replace(r, correct=pack_bits(right), test={"accuracy": float(right.mean())}))
+    row = row_of(rows, "+A")
+    assert row.verdict == "no verdict" and row.reason.startswith("all but a few test images show the same difference")
+
+
 def test_better_on_these_images_only_is_inconclusive_and_says_why():
     wrong = {"scratch": range(12), "+A": range(12, 19)}  # of 200 images, and one more that depends on the seed
     rows = []

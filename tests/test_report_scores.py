@@ -72,6 +72,19 @@ def test_scores_are_written_with_their_name_and_unit(name, lower, title, number,
     assert score.difference(-0.5).startswith("−") and score.direction == "; lower is better" * lower
 
 
+def test_numbers_that_round_to_zero_have_no_minus_sign():
+    for score, zero in ((score_named("accuracy", False), "0.00"), (score_named("log_loss", True), "0.000")):
+        assert (score.number(-1e-6), score.difference(-1e-6), score.interval(-1e-6, 0.0)) == (zero, f"+{zero}", f"[{zero}, {zero}]")
+
+
+def test_calibration_error_gets_no_verdict():
+    """Chance makes it too large, by another amount for each arm: equal arms would often differ."""
+    rows = [replace(r, score="ece", test={"ece": r.result}) for r in scored("log_loss", lower=True) if r.role != "reference"]
+    row = next(row for row in compare(rows).rows if row.arm == "+SPT")
+    assert (row.verdict, row.difference.low, row.difference.p) == ("no verdict", None, None)
+    assert row.reason == "chance makes the ECE too large, and not equally for all arms, so no test of it is valid"
+
+
 @pytest.mark.parametrize("page", [markdown, html])
 def test_pages_name_the_score(page):
     found = page(scored("macro_f1"), **PAGE)

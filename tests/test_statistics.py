@@ -30,6 +30,8 @@ from smallvit.verdicts.statistics import (
     tuning_loss,
     two_part_p,
     variance_bound,
+    wilson,
+    without_differences,
 )
 
 FIRST = Variance(8, 2000, over_seeds=4e-5, over_images=3e-5, rest=1e-5, n_eff=200)
@@ -73,7 +75,7 @@ def paired_t(p: float) -> float:
 def test_variance_of_a_fixed_table():
     mean, v = paired_variance(table())
     assert mean == pytest.approx(-0.035417, abs=1e-6)
-    expected = (8, 60, 1.333085e-4, 1.422066e-3, 3.615672e-4, 8.5631, False)
+    expected = (8, 60, 1.333085e-4, 1.422066e-3, 3.615672e-4, 8.5631, False, False)
     assert astuple(replace(v, df=v.freedom)) == pytest.approx((*expected, 7), rel=1e-5)
 
 
@@ -216,6 +218,16 @@ def test_no_verdict_where_none_is_possible():
     assert two_part_p(*paired_variance(constant)) is None and seeds_p(*paired_variance(constant)) is None
     equal = paired_variance(np.zeros((8, 100)))
     assert two_part_p(*equal) == seeds_p(*equal) == 1
+
+
+@pytest.mark.parametrize("images", [20, 100, 10_000])
+def test_interval_reaches_to_images_that_differ_but_are_rare(images):
+    """The arms differ on no test image. The end of the interval is about Wilson's for a share of 0."""
+    mean, v = paired_variance(np.zeros((8, images)))
+    bound = without_differences(v)
+    assert half_width(v, 0.05) == 0 and two_part_p(mean, bound) == 1
+    assert half_width(bound, 0.05) == pytest.approx(wilson(0.0, images)[1], rel=0.08 if images > 20 else 0.1)
+    assert stop_reason(mean, bound, 6) == ("excluded" if images == 10_000 else "hopeless")
 
 
 def test_huge_differences_have_a_tiny_p_and_no_error():

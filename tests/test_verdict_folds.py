@@ -6,7 +6,7 @@ and each image is mirrored at random. A verdict about them is false.
 """
 
 import shutil
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache, partial
 
 import numpy as np
@@ -29,7 +29,7 @@ from smallvit.report.remarks import how_to_read
 from smallvit.train import fit_stacked
 from smallvit.train.fit import Tags, fit
 from smallvit.verdicts import compare, disagreement_text, disagreements, next_looks, pooled
-from smallvit.verdicts.statistics import half_width, in_groups, of_few_passes, of_folds, paired_variance, two_part_p
+from smallvit.verdicts.statistics import half_width, in_groups, of_few_passes, of_folds, of_groups, paired_variance, two_part_p
 
 K = 5
 
@@ -353,6 +353,21 @@ def test_groups_of_unequal_size_need_no_wider_interval_than_equal_ones():
     assert np.allclose(in_groups(np.full((2, 60), 0.3), groups), 0.3)
     values = np.random.default_rng(0).normal(size=(2, 60))
     assert in_groups(values, groups).mean(1) == pytest.approx(values.mean(1))
+
+
+def test_one_large_group_is_not_many_groups():
+    """Its own deviation from the mean almost vanishes, because it almost is the mean."""
+    d, equal = np.random.default_rng(1).normal(size=(8, 60)), np.repeat(np.arange(6), 10)
+    groups = np.repeat(np.arange(6), [35, 5, 5, 5, 5, 5])
+    v, shares = paired_variance(in_groups(d, groups))[1], np.bincount(groups) / 60
+    found, squares = of_groups(v, groups), float((shares**2).sum())
+    assert found.n_eff == min(v.n_eff, 1 / squares) and found.over_images == pytest.approx(v.over_images * (5 / 6) / (1 - squares))
+    same = paired_variance(in_groups(d, equal))[1]
+    assert astuple(of_groups(same, equal)) == pytest.approx(astuple(replace(same, n_eff=min(same.n_eff, 6))))
+    rows = [replace(r, folds=None, pool_images=None, drawn_share=0.0, labels=10) for r in pooled(records(VALUES, np.zeros((8, 60), int) + np.arange(60) % K))]
+    large = np.repeat(np.arange(6), [55, 1, 1, 1, 1, 1]).tolist()
+    row = row_of([replace(r, test_groups=large) for r in rows])
+    assert (row.verdict, row.reason[:52]) == ("no verdict", "fewer than two groups of test images count, because ")
 
 
 # Other scores

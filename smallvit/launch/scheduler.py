@@ -91,8 +91,12 @@ class Scheduler:
         while more := [index for index in untrained if index not in todo and self.is_needed(index, todo)]:
             todo += more
         warn_other_version(self.records)
-        for data in dict.fromkeys(self.runs[index].run.data for index in todo):
+        needed = dict.fromkeys(self.runs[index].run.data for index in todo)
+        for data in needed:
             self.check_data(data, test_images)
+        for data in dict.fromkeys(entry.run.data for entry in self.runs[: self.requested]):
+            if data not in needed:
+                self.check_finished(data)
         for start in dict.fromkeys(self.runs[index].run.init for index in todo):
             if isinstance(start, Weights):
                 self.check_weights(start)
@@ -143,13 +147,21 @@ class Scheduler:
 
         Also prints how many test images occur in the training images. The data are downloaded here, once, by one process.
         """
-        loaded, plain = data(), describe(data)
+        loaded = data()
         if test_images:
             loaded.check_test_images()
+        self.check_unchanged(data, loaded.sha256)
+        if loaded.repeats:
+            text = f"{loaded.repeats:,} test images of {describe_value(describe(data))} are also training or validation images"
+            print(f"note: {text}", file=sys.stderr)
+
+    def check_unchanged(self, data: Callable, sha256: str):
+        """Raise ValueError if runs have finished on other images or labels than a data set has now. The function `data` loads
+        the data set, and `sha256` is the hash of its content.
+        """
+        plain = describe(data)
         changed = sum(
-            record is not None
-            and record.has_other_data(loaded.sha256)
-            and canonical(record.run["data"]) == canonical(plain)
+            record is not None and record.has_other_data(sha256) and canonical(record.run["data"]) == canonical(plain)
             for record in self.records
         )
         if changed:
@@ -157,9 +169,16 @@ class Scheduler:
                 f"{changed} runs have finished on other images or labels than {describe_value(plain)} contains now; restore "
                 "the data, or train all runs again in another --out folder"
             )
-        if loaded.repeats:
-            text = f"{loaded.repeats:,} test images of {describe_value(plain)} are also training or validation images"
-            print(f"note: {text}", file=sys.stderr)
+
+    def check_finished(self, data: Callable):
+        """Raise ValueError if the images or labels of a data set have changed since all of its runs have finished. The function
+        `data` loads the data set. Data that cannot be loaded any more are no error.
+        """
+        try:
+            loaded = data()
+        except Exception:  # the loader of a user may raise any error
+            return
+        self.check_unchanged(data, loaded.sha256)
 
     def check_weights(self, weights: Weights):
         """Raise ValueError if the file of pretrained weights has been replaced since earlier runs began with it."""

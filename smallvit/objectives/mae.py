@@ -97,7 +97,7 @@ class MAE(Objective):
         super().__init__(model)
         if not isinstance(model, ViT):
             raise ValueError(
-                f"MAE hides patches from a ViT and got a {type(model).__name__}; expected model=partial(ViT, ...) or, for a "
+                f"MAE hides patches from a ViT; got a {type(model).__name__}, expected model=partial(ViT, ...) or, for a "
                 "Vision Transformer of timm, from_timm(model)"
             )
         if reduces(model):

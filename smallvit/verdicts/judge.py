@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .comparison import Cell, Difference
+from .differences import BIASED
 from .score import score_named
 from .sequential import nominal_level, stop_reason
 from .statistics import (
@@ -103,7 +104,7 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
         d = replace(d, detectable=d.single_folds.detectable(level), needs="seeds")
         return Verdict("inconclusive", "; ".join(filter(None, (partial_evidence(d), d.method))), d)
     if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE and abs(d.mean) <= TIE):
-        differ = d.variance is not None and not d.bound and d.variance.over_images > 0
+        differ = d.variance is not None and not (d.bound or d.variance.unseen) and d.variance.over_images > 0
         more = "the predictions differ" if differ else "check that the technique changes anything"
         unit = "fold" if d.single_folds else "pass" if d.folds else "seed"
         stopped = stop_reason(d.mean, d.variance, d.looks[-1], looks, overlap=d.overlap) if d.looks and d.variance else ""
@@ -192,6 +193,8 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
     if gaps or d is None:
         return "no verdict", gaps
     n = len(d.values)
+    if d.score in BIASED and (n > 1 or d.folds):
+        return "no verdict", "chance makes the ECE too large, and not equally for all arms, so no test of it is valid"
     if d.score and (n > 1 or d.folds):
         problem = f"the score {d.score} is neither an accuracy nor recorded for each test image"
         return "no verdict", f"{problem}, so it may not be a mean over images; no test for such scores is built yet"
@@ -215,4 +218,8 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
     if d.sd is not None and d.sd <= TIE and abs(d.mean) > TIE:
         unit, units = ("pass", "passes") if d.folds else ("seed", "seeds")
         return "no verdict", f"the same difference for every {unit}, so no test is possible; check that the {units} differ"
+    if d.groups:
+        return "no verdict", "fewer than two groups of test images count, because one is large or tells the arms apart alone"
+    if abs(d.mean) > 0.5:
+        return "no verdict", "all but a few test images show the same difference, so its spread over images is not known"
     return "no verdict", "fewer than two test images tell the arms apart, so no test is possible"

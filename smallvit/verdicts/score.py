@@ -40,13 +40,13 @@ class Score(NamedTuple):
 
     def number(self, x: float) -> str:
         """Return a score as text without its unit: in percent with two decimals, or as a plain number with three decimals."""
-        return f"{100 * x:.2f}" if self.percent else f"{x:.3f}"
+        return f"{100 * x:z.2f}" if self.percent else f"{x:z.3f}"  # z: no negative zero
 
     def difference(self, x: float) -> str:
         """Return the difference of two scores as text with its sign: in percentage points with two decimals, or as a plain
         number with three decimals.
         """
-        return (f"{100 * x:+.2f}" if self.percent else f"{x:+.3f}").replace("-", "−")
+        return (f"{100 * x:+z.2f}" if self.percent else f"{x:+z.3f}").replace("-", "−")
 
     def interval(self, low: float, high: float) -> str:
         """Return an interval of differences as text: `[−0.10, 0.35]`."""

@@ -96,11 +96,14 @@ def stop_reason(
     overlap. `looks` lists the planned numbers of seeds.
 
     "excluded": the interval that is valid at all looks lies within `equivalence`, so an effect of that size is excluded.
-    "hopeless": from 12 seeds on, if the last look is expected neither to find a difference nor to exclude an effect.
+    "hopeless": from 12 seeds on, if the last look is expected neither to find a difference nor to exclude an effect; and if no
+    test image tells the arms apart.
     """
     half = half_width(v, nominal_level(n, looks), overlap=overlap)
     if v.seeds >= MIN_PAIRS and v.images >= MIN_IMAGES and v.n_eff >= 2 and abs(mean) + half < equivalence:
         return "excluded"
+    if v.unseen:
+        return "hopeless"  # the arms classify all images alike, and more seeds do not show images that are rare
     last = looks[-1]
     if not 12 <= n < last:
         return ""
