@@ -312,6 +312,7 @@ def test_fast_prints_its_choice_and_applies_it_to_all_runs(tmp_path, monkeypatch
     assert "expected some of precision=fp32|bf16, kernel=rule|explicit|fused|native, compiled=yes|no" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_fast_nothing_is_measured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(autotune, "race", None)

@@ -46,6 +46,7 @@ def seeds_of_arms(place: Path) -> dict[str, list[int]]:
     return {arm: sorted(r.seed for r in records if r.arm == arm and r.finished) for arm in arms}
 
 
+@pytest.mark.slow
 def test_seeds_are_added_to_undecided_arms_only_also_after_an_interruption(workdir, capsys, monkeypatch):
     looks, collect = 0, until_decided.collect
 

@@ -142,6 +142,7 @@ def test_uniform_collapse_with_a_high_temperature_stops_within_a_quarter_of_the_
         fit(dino_run(teacher_temp=1.0, warm_temp=1.0), tmp_path)
 
 
+@pytest.mark.slow
 def test_one_hot_collapse_without_a_center_stops_the_run():
     with pytest.raises(Collapse, match=r"one-hot: .* raise teacher_temp, or lower center_momentum"):
         train(dino_run(center_momentum=1.0, batch_norm=False))

@@ -311,6 +311,7 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_command_writes_the_file_and_prints_the_difference(finished, tmp_path, capsys):
     assert main(["export", str(finished), str(tmp_path / "m.onnx"), "--fixed-size"]) == 0
     printed = capsys.readouterr()

@@ -119,6 +119,7 @@ def assert_as_one_process(name: str, folder: Path, processes: int):
     assert all("threads of gloo: 0\n" in output for output in outputs), "threads at the end of Python can abort a process"
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_weights_and_the_record_of_one(tmp_path):
     assert_as_one_process("plain", tmp_path, 2)
 

@@ -130,6 +130,7 @@ def test_frozen_model_has_the_weights_of_pretraining(tmp_path):
     assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
 
 
+@pytest.mark.slow
 def test_data_set_with_other_classes_gets_a_new_head(tmp_path):
     generator = np.random.default_rng(0)
     images = {f"{part}_images": generator.integers(0, 255, (60, 8, 8), dtype=np.uint8) for part in ("train", "test")}

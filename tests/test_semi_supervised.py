@@ -223,6 +223,7 @@ def test_mean_prediction_is_the_mean_of_the_first_steps_and_then_moves_slowly():
     torch.testing.assert_close(objective.mean_prediction, 0.999 * batches.mean((0, 1)) + 0.001 * q.mean(0))
 
 
+@pytest.mark.slow
 def test_steps_are_counted_in_half_precision_and_a_count_in_float32_can_be_loaded():
     objective, batch = make(align=True, momentum=0.999).bfloat16(), make_batch()
     batch = batch._replace(images=batch.images.bfloat16(), views=tuple(view.bfloat16() for view in batch.views))
