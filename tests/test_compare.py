@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smallvit.packing import pack_bits
+from smallvit.packing import pack_bits, pack_floats
 from smallvit.recipe import find_recipe
 from smallvit.record import Record
 from smallvit.report import format, remarks
@@ -542,12 +542,27 @@ def test_disagreements_are_counted_for_each_seed_and_image():
     assert f"{position:>8,}{gained:>12,}{lost:>13,}" in text
 
 
+def test_disagreements_of_runs_that_are_judged_by_their_balanced_accuracy():
+    """An image that is right has a value above 0; for other scores the values do not say it."""
+    rows, weights = records({"scratch": 0, "+A": 0.03}, seeds=3), np.linspace(0.5, 1.5, IMAGES)
+    (expected,) = disagreements(rows, "+A", "scratch")
+    weighted = []
+    for r in rows:
+        values = r.correct_bits * weights
+        found = {"score": "balanced_accuracy", "test": {"balanced_accuracy": float(values.mean())}}
+        weighted.append(replace(r, correct=None, contributions=pack_floats(values), **found))
+    assert disagreements(weighted, "+A", "scratch") == [expected]
+    f1 = [replace(r, score="macro_f1", test={"macro_f1": r.result}) for r in weighted]
+    with pytest.raises(ValueError, match="judged by macro_f1, do not say which test images were right"):
+        disagreements(f1, "+A", "scratch")
+
+
 def test_disagreements_need_two_known_arms_with_bits():
     with pytest.raises(ValueError, match="unknown arm '\\+X'; expected two of 'scratch', '\\+A'"):
         disagreements(PLAIN, "+X", "+A")
     with pytest.raises(ValueError, match="two different arms"):
         disagreements(PLAIN, "+A", "+A")
-    with pytest.raises(ValueError, match="earlier versions keep no such data"):
+    with pytest.raises(ValueError, match=r"judged by accuracy, do not say which test images were right; .*not of an earlier version"):
         disagreements(records({"scratch": 0, "+A": 0}, bits=False), "+A", "scratch")
     for change in ({"status": "failed"}, {"subset_sha256": "other"}):
         rows = [replace(r, **change) if r.arm == "+A" else r for r in PLAIN]

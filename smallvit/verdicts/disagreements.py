@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from smallvit.record import Record
 
@@ -39,8 +40,8 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
     In a cross-validation, a complete pass over all folds takes the place of a seed, and the images are all images.
 
     Raises ValueError for an unknown arm, or if no two runs can be compared: they must have finished with the same seed and
-    images, and their records must say which test images were right. Records of earlier versions do not. The test images must
-    be the same for all seeds.
+    images, and their records must say which test images were right. Records of earlier versions do not, nor do runs that are
+    judged by another score than an accuracy. The test images must be the same for all seeds.
     """
     arms = list(dict.fromkeys(r.arm for r in records if r.role != "dependency"))
     if unknown := [name for name in (arm, other) if name not in arms]:
@@ -54,9 +55,8 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
             {r.seed: r for r in records if r.arm == name and condition_of(r) == c and r.finished} for name in (arm, other)
         )
         seeds = [s for s in sorted(runs) if comparable(runs[s], others.get(s))]
-        bits = {
-            s: (a, b) for s in seeds if (a := runs[s].correct_bits) is not None and (b := others[s].correct_bits) is not None
-        }
+        both = {s: (right_images(runs[s]), right_images(others[s])) for s in seeds}
+        bits = {s: (a, b) for s, (a, b) in both.items() if a is not None and b is not None}
         if not same_test_images(each[s] for each in (runs, others) for s in bits):
             raise ValueError(
                 f"runs of {arm!r} and {other!r} at {c.title} were scored on different test images; expected the same ones for "
@@ -71,11 +71,22 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
             f"no runs of {arm!r} and {other!r} have finished with the same seed and images; train them, or choose other arms"
         )
     if not found:
+        judge = next(r.score or "accuracy" for r in records if r.arm == arm and r.finished)
         raise ValueError(
-            f"the records of {arm!r} and {other!r} do not say which test images were right; records of earlier versions keep "
-            "no such data: run the recipe again"
+            f"the records of {arm!r} and {other!r}, judged by {judge}, do not say which test images were right; expected "
+            "records judged by accuracy (the first evaluator of the runs) or balanced_accuracy, and not of an earlier version"
         )
     return found
+
+
+def right_images(record: Record) -> Any:
+    """Return which test images a run classified correctly, as a boolean array, or None if its record does not say it. `record`
+    holds its results. A run that is judged by its balanced accuracy has a value above 0 for each right image.
+    """
+    bits = record.correct_bits
+    if bits is None and record.score == "balanced_accuracy" and (values := record.per_image) is not None:
+        return values > 0
+    return bits
 
 
 def count_disagreements(condition: Condition, arm: str, other: str, bits: dict) -> Disagreement:
