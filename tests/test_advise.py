@@ -19,7 +19,7 @@ from smallvit.commands.advise import advisor as phases
 from smallvit.commands.advise import command, plan
 from smallvit.commands.advise.advisor import Advisor
 from smallvit.commands.advise.answer import answer, model_to_keep, names_of
-from smallvit.commands.advise.command import opened_plan, shows_characters
+from smallvit.commands.advise.command import check_into, opened_plan, shows_characters
 from smallvit.commands.advise.options import KNOWN, Option, groups_of_options, known_gain, stem_layers
 from smallvit.commands.advise.page import (
     Judged,
@@ -435,6 +435,19 @@ def test_options_that_change_nothing_are_not_a_part_of_the_choice():
 
 
 # The command
+
+
+def test_files_of_something_else_are_never_replaced():
+    check_into(Path("advice"))
+    Path("advice").mkdir()
+    Path("advice/.hidden").touch()
+    check_into(Path("advice"))
+    Path("advice/report.html").write_text("mine")
+    for place in ("advice", "advice/report.html"):
+        with pytest.raises(ValueError, match=rf"--into {place} is a .*; expected a new or an empty folder; use another --into"):
+            check_into(Path(place))
+    Path("advice/plan.json").write_text("{}")
+    check_into(Path("advice"))
 
 
 def test_plan_is_kept_and_belongs_to_one_folder_and_one_time():

@@ -32,6 +32,7 @@ from smallvit import (
     knn,
     load,
 )
+from smallvit.data import Dataset
 
 vit = partial(ViT, block=partial(Block, mlp_ratio=2.0), dim=16, depth=1, heads=2)
 TABLE = Run(model=partial(vit, tokenizer=partial(PatchEmbed, patch=1)), steps=20, batch=32, lr=0.02, ema=0.0)
@@ -244,6 +245,14 @@ def test_arm_with_pretraining_teacher_and_early_stopping(digits):
     assert fitted.predict_proba(X).shape == (300, 10)
     with pytest.raises(ValueError, match="trains no classifier"):
         classifier(run=pretraining).fit(X, y)
+
+
+def test_validation_images_are_no_copies_of_training_images(digits, monkeypatch):
+    X, y = digits
+    parts, subset = [], Dataset.subset
+    monkeypatch.setattr(Dataset, "subset", lambda self, **options: parts.append(found := subset(self, **options)) or found)
+    classifier(run=DIGITS.vary(steps=2, early_stop=1, val=20)).fit(np.repeat(X[:60], 2, axis=0), np.repeat(y[:60], 2))
+    assert parts and all(not {*part.val.pixel_hashes} & {*part.train.pixel_hashes} for part in parts)
 
 
 def test_balanced_class_weights_help_the_small_class(digits):

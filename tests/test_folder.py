@@ -703,6 +703,7 @@ def test_tiff_files_that_pillow_would_read_as_other_pixels(tmp_path):
     tifffile.imwrite(planar, np.moveaxis(ramp, -1, 0), photometric="rgb", planarconfig="separate")
     tifffile.imwrite(inverted, ramp[..., 0], photometric="miniswhite")
     tifffile.imwrite(signed, np.array([[-1, 5]], np.int8))
+    tifffile.imwrite(white := tmp_path / "white.tif", ramp[..., 0].astype(np.float32) / 65_535, photometric="miniswhite")
     tifffile.imwrite(unknown, noise(4, 4, 4), photometric="rgb", extrasamples=["unspecified"])
     assert np.array_equal(read_image(planar, None, None, "float").pixels, ramp.astype(np.float32) / np.float32(65_535))
     brightness = read_image(inverted, None, None, "float").pixels[..., 0]
@@ -712,6 +713,7 @@ def test_tiff_files_that_pillow_would_read_as_other_pixels(tmp_path):
         (signed, "uint8", "bytes with a sign"),
         (unknown, "uint8", "ExtraSamples 0"),
         (unknown, "float", "ExtraSamples 0"),
+        (white, "float", "floats of which 0 is white"),
     ):
         with pytest.raises(ValueError, match=message):
             read_image(file, None, None, pixels)
@@ -834,13 +836,42 @@ def test_archives_without_a_test_part_are_split(tmp_path):
         ({"groups": np.zeros(20)}, "groups: expected 20 integers or texts, got float64"),
         ({"labels": None}, "leave it out|has no"),
         ({"labels": np.arange(20) % 2 + 1}, "labels must be 0, 1, 2"),
-        ({"test_images": np.zeros((2, 6, 5), np.uint8)}, "has images and labels, and also test_images, which would not be used"),
+        ({"test_images": np.zeros((2, 6, 5), np.uint8)}, "has images, labels, and also test_images, which would not be used"),
+        ({"group": np.arange(20)}, r"arrays with unknown names, .* group \(did you mean groups\?\); expected only the names"),
+        ({"patients": np.arange(20), "unlabeled_images": np.zeros((2, 6, 5))}, r"patients, unlabeled_images \(did you mean unlabelled_images"),
+        ({"images": None, "image": np.zeros((20, 6, 5), np.uint8)}, r"image \(did you mean images\?\)"),
         ({"train_images": np.zeros((2, 6, 5), np.uint8)}, "has the parts train and test, and also images, labels, which would not"),
     ],
 )
 def test_archives_that_cannot_be_used_are_refused_by_name(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         data.arrays(write_npz(tmp_path / "a.npz", **changes), folds=2)
+
+
+def test_a_group_is_one_however_its_accents_are_stored(tmp_path):
+    """A Mac stores an accent as a character of its own, other systems do not. A patient must not be on both sides of a split."""
+    names, top = ["P\u00e9", "Pe\u0301"], tmp_path / "top"
+    for name in ("ill", "well"):
+        (top / name).mkdir(parents=True)
+        for patient in range(4):
+            for i in range(4):
+                Image.fromarray(noise()).save(top / name / f"{names[i % 2]}{patient}_{i}.png")
+    by_name = data.folder(str(top), folds=2, group_by=r"(.*)_\d+")
+    assert len(by_name.groups.unique()) == 4
+    files = [file for file in by_name.train.files]
+    (top / "groups.csv").write_text("".join(f"{file},{file.split('/')[1].split('_')[0]}\n" for file in files), encoding="utf-8")
+    assert len(data.folder(str(top), folds=2, groups="groups.csv").groups.unique()) == 4
+    groups = np.array([f"{names[i % 2]}{i // 5}" for i in range(20)])
+    assert len(data.arrays(write_npz(tmp_path / "a.npz", groups=groups), folds=2).groups.unique()) == 4
+
+
+def test_classes_of_the_parts_agree_however_their_accents_are_stored(tmp_path):
+    for part, name in (("train", "\u00e9lan"), ("test", "e\u0301lan")):
+        write_class_folders(tmp_path / "top" / part, classes=("zebra", name))
+    dataset = data.folder(str(tmp_path / "top"))
+    test = dataset.test.open()
+    for images in (dataset.train, test):
+        assert {file.split("/")[1]: label for file, label in zip(images.files, images.labels.tolist())}["zebra"] == 0
 
 
 def test_links_to_a_folder_above_are_not_followed(tmp_path):

@@ -88,6 +88,17 @@ def test_table_has_file_class_and_probabilities(arm, images, capsys):
         assert np.allclose([float(row[f"p_{name}"]) for name in model.classes], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["image", "other image", "folder"])
+def test_table_never_replaces_an_image(kind, arm, images, capsys):
+    """`-o *.png` gives the first image as the name of the table."""
+    target = {"image": images / "1.png", "other image": images / "new.JPG", "folder": images}[kind]
+    before = (images / "1.png").read_bytes()
+    assert main(["predict", str(arm / "seed0"), str(images / "1.png"), "-o", str(target)]) == 2
+    message = capsys.readouterr().err
+    assert "expected one file, such as predictions.csv; if you meant the images, put the pattern before -o" in message
+    assert (images / "1.png").read_bytes() == before and not (images / "new.JPG").exists()
+
+
 def test_files_folders_and_patterns_give_each_image_once(images):
     one = str(images / "3.png")
     found = find_files([one, str(images), str(images / "more" / "*.png"), str(images / "**" / "*.png")])

@@ -155,6 +155,12 @@ def test_model_with_tied_weights_is_trained_saved_and_loaded(numerics, tmp_path)
         torch.testing.assert_close(tensor, saved[name], rtol=0, atol=1e-3)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs modes of files")
+def test_weights_may_be_read_by_those_who_may_read_the_record(tmp_path):
+    fit(SHORT.vary(steps=1), tmp_path)
+    assert (tmp_path / WEIGHTS).stat().st_mode == (tmp_path / RECORD).stat().st_mode
+
+
 def first_steps(run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], str]:
     """The augmented batches of five steps of a run, its initial weights, and the hash of its labelled images."""
     training = training_of(run)

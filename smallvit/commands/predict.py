@@ -1,10 +1,13 @@
 """smallvit predict: the classes of image files, as a table."""
 
 import argparse
+import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+from smallvit.data.files import looks_like_image
 from smallvit.deploy.predict import find_files, ignored_files, predict_files, table
 from smallvit.storage import write_atomic
 
@@ -25,6 +28,7 @@ def main(options: argparse.Namespace) -> int:
         if meant := with_words(options.run, options.images):
             raise ValueError(f"{options.images[0]} is no file with images; did you mean {meant} in quotes?") from error
         raise
+    check_output(options.output, files)
     if ignored := ignored_files(options.images):
         kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common(5))
         more = ", ..." * (len(ignored) > 5)
@@ -46,3 +50,17 @@ def main(options: argparse.Namespace) -> int:
     shown = ", ".join(f"{model.classes[index]} {count:,}" for index, count in counts.most_common(5))
     print(f"{options.output}: {len(predictions.files):,} images; {shown}" + ", ..." * (len(counts) > 5))
     return 0
+
+
+def check_output(output: str | None, files: Sequence[str]):
+    """Raise ValueError if the table must not be written to the file `output`: it is a folder, it has the suffix of an image, or
+    it is one of the images `files`. None stands for the standard output.
+    """
+    if output is None:
+        return
+    is_folder = Path(output).is_dir()
+    if is_folder or looks_like_image(output) or os.path.realpath(output) in map(os.path.realpath, files):
+        raise ValueError(
+            f"-o got {output}, which is {'a folder' if is_folder else 'the name of an image'}; expected one file, such as "
+            "predictions.csv; if you meant the images, put the pattern before -o"
+        )

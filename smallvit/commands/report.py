@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from smallvit.ablation import ArmRun
+from smallvit.data.files import looks_like_image
 from smallvit.launch.progress import error_lines
 from smallvit.launch.results import Damaged, folder, placed, recall, tags
 from smallvit.looks import with_looks
@@ -67,7 +68,10 @@ def check_excluded(given: Set[str], excluded: Mapping[tuple[str, str], str]):
 def report(options: argparse.Namespace) -> int:
     """Write the report of a recipe file and everything else that the command `smallvit report` writes. `options` are the
     arguments of the command line. Return the exit status: 0 if all runs have finished, otherwise 1.
+
+    Raises ValueError if a table must not be written to the file that the command line names.
     """
+    check_tables(options)
     path = find_recipe(options.recipe)
     module = load_recipe(path)
     if note := untuned_note(module.RUNS, options.recipe, options.out):
@@ -246,6 +250,18 @@ def write_report(
     for warning in warnings(reported(records), tried) if show_warnings else ():
         print(f"warning: {warning}")
     print(f"\nreport: {target.with_suffix('.html')}")
+
+
+def check_tables(options: argparse.Namespace):
+    """Raise ValueError if the file of a table, which the command line names, is a folder or has the suffix of a recipe or an
+    image. `options` are the arguments of the command line.
+    """
+    for option, name, example in (("--csv", options.csv, "table.csv"), ("--latex", options.latex, "table.tex")):
+        if name and (Path(name).is_dir() or name.lower().endswith(".py") or looks_like_image(name)):
+            raise ValueError(
+                f"{option} got {name}; expected one file for the table, such as {example}; if you meant the recipe, put it "
+                f"before {option}"
+            )
 
 
 def write_tables(records: Sequence[Record], target: Path, options: argparse.Namespace):

@@ -128,14 +128,15 @@ def _has_later_page(opened: Any) -> bool:
 
 
 class TiffTags(NamedTuple):
-    """How the pixels of a TIFF file are stored: the bits of each channel, whether one has a sign, whether 0 is white, and
-    whether a channel after gray or RGB has no stated meaning. The defaults are those of another file.
+    """How the pixels of a TIFF file are stored: the bits of each channel, whether one has a sign, whether 0 is white, whether a
+    channel after gray or RGB has no stated meaning, and whether they are floats. The defaults are those of another file.
     """
 
     bits: tuple[int, ...] = (8,)
     signed: bool = False
     inverted: bool = False
     unknown_channel: bool = False
+    floats: bool = False
 
 
 def _tiff_tags(image: Any) -> TiffTags:
@@ -144,12 +145,12 @@ def _tiff_tags(image: Any) -> TiffTags:
         return TiffTags()
     found = image.tag_v2
     bits, signs = tuple(found.get(258, (1,))), tuple(found.get(339, (1,)))
-    return TiffTags(bits, any(sign == 2 for sign in signs), found.get(262) == 0, 0 in tuple(found.get(338, ())))
+    return TiffTags(bits, 2 in signs, found.get(262) == 0, 0 in tuple(found.get(338, ())), 3 in signs)
 
 
 def _check_tiff(tags: TiffTags, name: str):
-    """Raise ValueError for a TIFF file whose pixels would be read as others: bytes with a sign, and a further channel that need
-    not be transparency. `name` is the name of the file in error messages.
+    """Raise ValueError for a TIFF file whose pixels would be read as others: bytes with a sign, a further channel that need not
+    be transparency, and floats of which 0 is white. `name` is the name of the file in error messages.
     """
     if tags.signed and max(tags.bits) <= 8:
         raise ValueError(f"{name} has bytes with a sign; expected 8-bit values from 0 to 255; save it as a float TIFF file")
@@ -157,6 +158,11 @@ def _check_tiff(tags: TiffTags, name: str):
         raise ValueError(
             f"{name} has a further channel besides gray or RGB, and does not say what it is (TIFF ExtraSamples 0); expected "
             "gray, RGB, or RGB with transparency: save it without this channel, or use arrays"
+        )
+    if tags.inverted and tags.floats:
+        raise ValueError(
+            f"{name} has floats of which 0 is white (TIFF WhiteIsZero), and does not say which value is black; expected floats "
+            "of which 0 is black: save it as such a file (TIFF BlackIsZero)"
         )
 
 
@@ -230,16 +236,16 @@ def _read_tiff(file: Path, name: str) -> tuple[np.ndarray, bool]:
             orientation = page.tags.valueof(ORIENTATION, 1)
             values = np.asarray(tiff.asarray(key=0))
             values = np.moveaxis(values, 0, -1) if page.planarconfig == 2 and values.ndim == 3 else values  # c h w
-            unknown = 0 in tuple(page.extrasamples or ())
+            inverted, unknown = page.photometric == 0, 0 in tuple(page.extrasamples or ())
             several = True
             with suppress(Exception):  # a damaged later page is one, too
                 later = islice(tiff.pages, 1, None)
                 several = any(not int(getattr(page, "subfiletype", 0)) & PREVIEW_OR_MASK for page in later)
     except Exception as error:  # tifffile and its codecs raise their own kinds of errors
         raise ValueError(f"{name} cannot be read as an image ({error})") from error
-    _check_tiff(TiffTags(unknown_channel=unknown), name)
-    values = values[..., None] if values.ndim == 2 else values
     is_float = values.dtype.kind == "f"
+    _check_tiff(TiffTags(inverted=inverted, unknown_channel=unknown, floats=is_float), name)
+    values = values[..., None] if values.ndim == 2 else values
     if values.ndim != 3 or values.shape[-1] > 4 or not (is_float or values.dtype in (np.uint8, np.uint16)):
         raise ValueError(f"{name} holds {values.dtype} {values.shape}; expected h w or h w c of 8 or 16 bits, or floats")
     scale = 1 if is_float else np.iinfo(values.dtype).max

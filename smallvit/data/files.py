@@ -69,7 +69,8 @@ def find_images(top: Path, unlabelled: Path | None = None) -> Found:
     unlabelled = unlabelled and unlabelled.resolve()
     other, parts, classes = Counter(), {}, {}
     for part, folder in folders.items():
-        classes[part] = [entry.name for entry in _folders_in(folder) if entry.resolve() != unlabelled]
+        names = [entry.name for entry in _folders_in(folder) if entry.resolve() != unlabelled]
+        classes[part] = sorted(names, key=composed)  # the same order in all parts, however accents are stored
         if not classes[part]:
             raise ValueError(f"{top}: {EXPECTED} (there is no folder in {folder})")
         parts[part] = {}
@@ -80,11 +81,11 @@ def find_images(top: Path, unlabelled: Path | None = None) -> Found:
             parts[part] |= {(file.relative_to(top)).as_posix(): label for file in files}
     first = classes[next(iter(parts))]
     for part, found in classes.items():
-        if repeated := [name for name, count in Counter(map(_composed, found)).items() if count > 1]:
+        if repeated := [name for name, count in Counter(map(composed, found)).items() if count > 1]:
             text = f"two folders have the name {repeated[0]}, with its accents stored in two ways"
             raise ValueError(f"{top}: {text}; expected one folder for each class; join them")
-        if [*map(_composed, found)] != [*map(_composed, first)]:
-            differ = sorted({*map(_composed, first)} ^ {*map(_composed, found)})
+        if [*map(composed, found)] != [*map(composed, first)]:
+            differ = sorted({*map(composed, first)} ^ {*map(composed, found)})
             raise ValueError(f"{top}: expected the same classes in all parts, but train and {part} differ in {differ[:SHOWN]}")
     outside = [folder / file for folder in {top, *folders.values()} for file in filter(is_image, _files_in(folder))]
     if "pool" in parts:
@@ -213,6 +214,11 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
+def looks_like_image(name: str) -> bool:
+    """Return whether a file name ends like that of an image, also of one that cannot be read."""
+    return name.lower().endswith((*SUFFIXES, *OTHER_IMAGES))
+
+
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name in HIDDEN
 
@@ -294,8 +300,8 @@ def groups_by_name(files: list[str], pattern: str) -> list[str]:
             f'group_by=r"{pattern}" must match the whole file name without its suffix, and does not match {shown}{more}; for '
             'example, r"([^_]+)_.*" takes everything before the first _ as the group'
         )
-    found = [match[1] for match in matches if match is not None]
-    return [name.lower() for name in found] if compiled.flags & re.IGNORECASE else found
+    found = [composed(match[1]) for match in matches if match is not None]
+    return [composed(name.lower()) for name in found] if compiled.flags & re.IGNORECASE else found
 
 
 def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]:
@@ -324,11 +330,11 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
     for number, row in enumerate(rows, 1):
         if len(row) != 2 or not row[1].strip():
             raise ValueError(f"{table}, line {number}: expected two columns, file and group, got {row}")
-        file = names.get(_normal(row[0]))
+        file, name = names.get(_normal(row[0])), composed(row[1].strip())
         if file is None:
             unknown += [row[0]] * (number > 1)
-        elif group.setdefault(file, row[1].strip()) != row[1].strip():
-            raise ValueError(f"{table}: {file} is in two groups, {group[file]} and {row[1].strip()}; expected one")
+        elif group.setdefault(file, name) != name:
+            raise ValueError(f"{table}: {file} is in two groups, {group[file]} and {name}; expected one")
     missing = [file for file in files if file not in group]
     if missing or unknown:
         wrong = [f"no group for {listed(missing)}"] * bool(missing)
@@ -340,11 +346,11 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
 
 def _normal(file: str) -> str:
     """Return a file name in one form: "/" between folders, and accents as single characters."""
-    return _composed(PurePosixPath(file.strip().replace("\\", "/")).as_posix())
+    return composed(PurePosixPath(file.strip().replace("\\", "/")).as_posix())
 
 
-def _composed(name: str) -> str:
-    """Return a name with its accents as single characters."""
+def composed(name: str) -> str:
+    """Return a name with its accents as single characters (Unicode NFC)."""
     return unicodedata.normalize("NFC", name)
 
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable
+from difflib import get_close_matches
 from itertools import combinations
 from numbers import Integral
 from pathlib import Path
@@ -15,9 +16,12 @@ import torch
 from .cache import Options, load_pixels
 from .dataset import DTYPES, Dataset, as_images, to_pixels, unnormalized
 from .decode import MODES
-from .files import Found, find_images, find_parts, find_unlabelled, groups_by_name, groups_in_file, listed, state_of
+from .files import Found, composed, find_images, find_parts, find_unlabelled, groups_by_name, groups_in_file, listed, state_of
 from .images import Images
 from .notes import note
+
+PART_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels", "val_images", "val_labels")
+POOL_ARRAYS = ("images", "labels", "groups")  # of an archive without a test part
 
 
 def cached_by_path(load: Callable[..., Dataset]) -> Any:
@@ -251,15 +255,15 @@ def arrays(
             found = {key: archive[key] for key in archive.files}
     except Exception as error:  # numpy, zipfile and zlib each raise their own errors for a damaged file
         raise ValueError(f"{file} cannot be read as an .npz of plain arrays ({error})") from error
-    is_pool = {"images", "labels"} <= found.keys() and "train_images" not in found
+    is_pool = not found.keys().isdisjoint(POOL_ARRAYS) and "train_images" not in found
     _check_layout(file, found, is_pool)
-    _check_split(str(file), not is_pool, folds, test)
     prefixes = [""] if is_pool else ["train_", "test_"] + ["val_"] * bool({"val_images", "val_labels"} & found.keys())
     missing = {prefix + kind for prefix in prefixes for kind in ("images", "labels")} - found.keys()
     if missing:
         raise ValueError(f"{file} has no {', '.join(sorted(missing))}; it has {', '.join(found)}")
+    _check_split(str(file), not is_pool, folds, test)
     for prefix in prefixes:
-        _check_kind(file.name, found[f"{prefix}images"], found[f"{prefix}labels"], prefix[:-1])
+        _check_kind(file.name, found[f"{prefix}images"], found[f"{prefix}labels"], prefix[:-1] or "all")
     _check_one_scale(file, found, pixels)
     present = np.unique(found[f"{prefixes[0]}labels"]).tolist()
     if present != [*range(len(present))]:
@@ -279,7 +283,8 @@ def arrays(
         if groups.shape not in ((len(images),), (len(images), 1)) or groups.dtype.kind not in "iuU":
             expected = f"expected {len(images)} integers or texts"
             raise ValueError(f"{file.name}, groups: {expected}, got {groups.dtype} {groups.shape}")
-        groups = torch.from_numpy(np.unique(groups.ravel(), return_inverse=True)[1].astype(np.int64))
+        names = [composed(name) for name in groups.ravel().tolist()] if groups.dtype.kind == "U" else groups.ravel()
+        groups = torch.from_numpy(np.unique(names, return_inverse=True)[1].astype(np.int64))
     return _with_unlabelled(Dataset.from_pool(images, groups, folds=folds, test=test), found, pixels)
 
 
@@ -288,14 +293,19 @@ arrays.added_options = {"pixels": "uint8"}
 
 
 def _check_layout(file: Path, archive: dict[str, np.ndarray], is_pool: bool):
-    """Raise ValueError for arrays of an archive that would not be used: parts beside `images`, and `groups` or `images` beside
-    parts. `archive` is a dict from the names of the arrays in `file` to the arrays.
+    """Raise ValueError for arrays of an archive that would not be used: those with unknown names, parts beside `images`, and
+    `groups` or `images` beside parts. `archive` is a dict from the names of the arrays in `file` to the arrays.
     """
-    if not is_pool and "train_images" not in archive:  # it lacks an array
-        return
-    parts = [f"{part}_{kind}" for part in ("train", "test", "val") for kind in ("images", "labels")]
-    if unused := sorted(archive.keys() & {*(parts if is_pool else ("images", "labels", "groups"))}):
-        used = "images and labels" if is_pool else "the parts train and test"
+    known = (*PART_ARRAYS, *POOL_ARRAYS, "unlabelled_images")
+    if unknown := sorted(archive.keys() - {*known}):
+        near = [get_close_matches(name, known, 1, 0.8) for name in unknown]
+        texts = [f"{name} (did you mean {match[0]}?)" if match else name for name, match in zip(unknown, near)]
+        raise ValueError(
+            f"{file} has arrays with unknown names, which would not be used: {listed(texts)}; expected only the names "
+            f"{', '.join(known)}; save the archive with these names, and without other arrays"
+        )
+    if unused := sorted(archive.keys() & {*(PART_ARRAYS if is_pool else POOL_ARRAYS)}):
+        used = ", ".join(sorted(archive.keys() & {*POOL_ARRAYS})) if is_pool else "the parts train and test"
         raise ValueError(
             f"{file} has {used}, and also {', '.join(unused)}, which would not be used; expected train_images, train_labels, "
             "test_images and test_labels, or images, labels and groups; save an archive with one of them"

@@ -36,8 +36,8 @@ class SmallViTClassifier(ClassifierMixin, BaseEstimator):
     any type. The training code is that of `smallvit.fit`. No file is left behind.
 
     All images of `X` are training images with labels: `labels` and `data` of the run are not used. A run with `early_stop` sets
-    aside validation images from `X`, as many as its `val` says. Earlier runs that the run needs, such as pretraining or a
-    teacher, are trained on `X` first.
+    aside validation images from `X`, as many as its `val` says; identical images stay on one side. Earlier runs that the run
+    needs, such as pretraining or a teacher, are trained on `X` first.
 
     run           the settings, a `Run` or an arm of a recipe (an `ArmRun`); None: a small ViT for images of this size
     steps         number of training steps; None: that of the run (1,000 if `run` is None)
@@ -94,7 +94,8 @@ class SmallViTClassifier(ClassifierMixin, BaseEstimator):
         arrays = self._bytes(X), labels.astype(np.int64)
         names = tuple(map(str, self.classes_))
         # a data set has test images; these are never opened
-        data = Dataset.from_arrays("X", {"train": arrays, "test": (arrays[0][:1], arrays[1][:1])}, names)
+        parts = {"train": arrays, "test": (arrays[0][:1], arrays[1][:1])}
+        data = Dataset.from_arrays("X", parts, names).with_repeats_together()
         reason = "SmallViTClassifier has no test images"
         with TemporaryDirectory() as folder, training_allowed(), sealed_test_images(reason):
             model = trained(self.run_, data, Path(folder), self.device).model

@@ -4,8 +4,10 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import torch
@@ -266,6 +268,10 @@ def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict
     # copies, because the file cannot hold two names of one tensor (tied weights)
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model.state_dict().items()}
     with failures_named(path):
+        path.write_bytes(b"")
+        mode = S_IMODE(path.stat().st_mode)  # of an ordinary new file; safetensors lets nobody else read the file
         save_file(tensors, path, metadata={"smallvit": description})
+        with suppress(OSError):  # a file system without modes
+            path.chmod(mode)
         flush_to_disk(path)
     return {"preprocess": preprocess, "weights_sha256": file_sha256(path)}

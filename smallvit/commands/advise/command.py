@@ -15,10 +15,11 @@ from ..inspection import Inspection, inspect_images
 from ..new import findings
 from ..recipe_template import data_options
 from ..tune import check_optuna
-from .advisor import Advisor
+from .advisor import MEASURE, Advisor
 from .plan import Plan, divide, validation_images
 
 FEWEST_MINUTES = 2
+PLAN = "plan.json"  # the file of the plan in the folder of all results
 MOST_PATCHES = 36  # largest number of patches of an image, because models with more patches need longer training
 SHOWN = 100  # number of images that are read to find out whether they show characters
 EXTREME, STROKES = 0.8, (0.03, 0.5)  # of images of characters: share of pixels that are nearly black or white; share of strokes
@@ -32,7 +33,7 @@ def main(options: argparse.Namespace) -> int:
     where it was stopped.
 
     Raises ValueError for a folder that does not exist or has too few images, for too little time, and for a folder `into` that
-    belongs to other images or options.
+    belongs to other images or options, or has files of something else.
     """
     folder, out = Path(options.folder).expanduser(), Path(options.into)
     if not folder.is_dir():
@@ -43,6 +44,7 @@ def main(options: argparse.Namespace) -> int:
         )
     if options.digits and options.photos:
         raise ValueError("got --digits and --photos; expected one of them, or none to let smallvit guess")
+    check_into(out)
     options.device = cuda_for_auto(options.device)
     check_device(options.device)
     check_optuna("advise")
@@ -63,6 +65,17 @@ def main(options: argparse.Namespace) -> int:
     print("\n" + " ".join(advisor.write_page()))
     print(f"\nread {out / 'report.html'}; the model is in {out / 'model'}")
     return 0
+
+
+def check_into(out: Path):
+    """Raise ValueError if `out`, the folder for all results, has files but none of those by which `smallvit advise` knows its
+    own folder: they could be overwritten. Hidden files do not count.
+    """
+    if not out.exists() or any((out / name).exists() for name in (PLAN, f"{MEASURE}.py")):
+        return
+    if not out.is_dir() or any(not file.name.startswith(".") for file in out.iterdir()):
+        found = "a folder with files that smallvit advise did not write" if out.is_dir() else "a file"
+        raise ValueError(f"--into {out} is {found}; expected a new or an empty folder; use another --into")
 
 
 def kind(images: Inspection, guessed: bool) -> str:
@@ -113,7 +126,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
         val=validation_images(images, share),
         imagenet=[] if options.no_imagenet else None,
     )
-    found = Plan.read(out / "plan.json")
+    found = Plan.read(out / PLAN)
     if found is None:
         if share and folds and images.grouped:
             new.folds = possible_folds(images, new.folder, share, folds)
