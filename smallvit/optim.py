@@ -247,8 +247,8 @@ def distances_to_head(model: Any) -> dict[int, int]:
     """
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise ValueError(
-            f"layer_decay needs the blocks of a ViT and {type(model).__name__} has none; use a ViT (of a Vision Transformer of "
-            "timm: from_timm), or layer_decay=None"
+            f"layer_decay needs the blocks of a ViT and {type(model).__name__} has none; use a ViT (from_timm makes one of a "
+            "timm model), or layer_decay=None"
         )
     last, distances = len(model.blocks), {}
     for index, block in enumerate(model.blocks):

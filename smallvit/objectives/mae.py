@@ -97,8 +97,8 @@ class MAE(Objective):
         super().__init__(model)
         if not isinstance(model, ViT):
             raise ValueError(
-                f"MAE hides patches from a ViT; got a {type(model).__name__}, expected model=partial(ViT, ...) or, for a "
-                "Vision Transformer of timm, from_timm(model)"
+                f"MAE hides patches from a ViT; got a {type(model).__name__}, expected model=partial(ViT, ...), or "
+                "from_timm(model) for a timm model"
             )
         if reduces(model):
             reason = "masked patches need a token for each visible patch"
