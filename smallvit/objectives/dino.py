@@ -411,7 +411,7 @@ def feature_width(model: nn.Module) -> int:
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Linear) or not hasattr(model, "features"):
         raise ValueError(
-            f"{type(model).__name__} has no features(x) followed by one linear head; use a SmallCNN, or a ViT with at least one "
-            "class and any pool but DistilledTokens (from_timm makes a ViT of a timm model)"
+            f"{type(model).__name__} has no features(x) followed by one linear head; use a SmallCNN, or a ViT with at least "
+            "one class and any pool but DistilledTokens (from_timm makes a ViT of a timm model)"
         )
     return head.in_features
