@@ -242,7 +242,8 @@ class ViT(nn.Module):
         for path, module in self.named_modules():
             if module is not self:
                 names: Any = getattr(module, "no_weight_decay", ())
-                found.update(f"{path}.{name}" for name in (names() if callable(names) else names))
+                own: Any = names() if callable(names) else names
+                found.update(f"{path}.{name}" for name in own)
         return found
 
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -250,8 +250,9 @@ def variance_of(
         return None
     if table is not None:
         variance = variance_of_table(table, [run for run, _ in pairs], groups)
-        same = variance is not None and not table.any() and all(is_accuracy(r) for pair in pairs for r in pair)
-        return without_differences(variance) if same else variance
+        if variance is None or table.any() or not all(is_accuracy(r) for pair in pairs for r in pair):
+            return variance
+        return without_differences(variance)
     if groups is not None or pairs[0][0].folds or not all(is_accuracy(r) for pair in pairs for r in pair):
         return None
     errors = fmean(2 - run.result - other.result for run, other in pairs)
