@@ -719,6 +719,14 @@ def test_removed_comparisons_stay_in_the_family_when_recipe_and_folder_are_renam
     assert {(record.status, record.recipe, record.removed) for record in records} == {("finished", "other", 2)}
 
 
+@pytest.mark.parametrize("option, target", [("--csv", "mine.py"), ("--latex", "new.PY"), ("--csv", "photo.jpg"), ("--latex", ".")])
+def test_table_never_replaces_a_recipe_or_an_image(option, target, workdir, capsys):
+    before = Path("mine.py").read_text()
+    assert main(["report", "mine.py", option, target]) == 2
+    assert f"{option} got {target}; expected one file for the table, such as table." in capsys.readouterr().err
+    assert Path("mine.py").read_text() == before and not Path("new.PY").exists()
+
+
 def test_report_says_that_lines_of_another_machine_are_missing(many_runs, workdir, capsys):
     shutil.copytree(many_runs, workdir, dirs_exist_ok=True)
     runs, file = load_recipe("mine.py").RUNS, Path("runs", "mine", "test_reads.jsonl")

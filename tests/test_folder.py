@@ -25,6 +25,7 @@ from smallvit.data.decode import read_image
 from smallvit.data.images import Rows, joined
 from smallvit.launch import launch
 from smallvit.launch.plan import data_text
+from smallvit.record import WEIGHTS
 from smallvit.run import describe, rebuild
 from smallvit.train.loop import Training
 
@@ -430,8 +431,10 @@ def test_where_decoded_images_are_kept_does_not_change_a_run(tmp_path, monkeypat
     assert rebuild(describe(disk)).data.keywords["cache"] == "disk", "the worker processes know it"
     (record,) = launch([ArmRun(run=memory, arm="a")], tmp_path / "runs", recipe="t", jobs=1)
     assert record.finished
+    weights = next((tmp_path / "runs").rglob(WEIGHTS))
+    before = weights.stat().st_mtime_ns
     (again,) = launch([ArmRun(run=disk, arm="a")], tmp_path / "runs", recipe="t", jobs=1)
-    assert again == record and not (tmp_path / "cache").exists(), "nothing was trained"
+    assert again == record and weights.stat().st_mtime_ns == before, "nothing was trained"
     Image.fromarray(noise()).save(top / "cat" / "0.png")
     data.folder.cache_clear()
     with pytest.raises(ValueError, match="1 runs have finished on other images or labels"):
@@ -706,8 +709,11 @@ def test_tiff_files_that_pillow_would_read_as_other_pixels(tmp_path):
     tifffile.imwrite(white := tmp_path / "white.tif", ramp[..., 0].astype(np.float32) / 65_535, photometric="miniswhite")
     tifffile.imwrite(unknown, noise(4, 4, 4), photometric="rgb", extrasamples=["unspecified"])
     assert np.array_equal(read_image(planar, None, None, "float").pixels, ramp.astype(np.float32) / np.float32(65_535))
-    brightness = read_image(inverted, None, None, "float").pixels[..., 0]
-    assert np.allclose(brightness, 1 - ramp[..., 0] / 65_535, atol=1e-6)
+    opaque = np.stack([ramp[..., 0], np.full_like(ramp[..., 0], 65_535)], axis=-1)
+    tifffile.imwrite(gray_alpha := tmp_path / "gray_alpha.tif", opaque, photometric="miniswhite", extrasamples=["unassalpha"])
+    for file in (inverted, gray_alpha):
+        brightness = read_image(file, None, None, "float").pixels[..., 0]
+        assert np.allclose(brightness, 1 - ramp[..., 0] / 65_535, atol=1e-6)
     for file, pixels, message in (
         (planar, "uint8", "16 bits a channel"),
         (signed, "uint8", "bytes with a sign"),

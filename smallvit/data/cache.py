@@ -29,7 +29,7 @@ from .files import size_and_times
 from .images import Rows
 from .notes import note
 
-FORMAT = 3  # of the files in the cache; increased when decoding changes
+FORMAT = 4  # of the files in the cache; increased when decoding changes
 MANY = 2_000  # files from which a progress bar is shown
 CONVERTED = "files in the color mode CMYK were converted to RGB"
 SEVERAL_PAGES = "TIFF files with several pages, of which only the first one is read"

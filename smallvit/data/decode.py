@@ -249,6 +249,8 @@ def _read_tiff(file: Path, name: str) -> tuple[np.ndarray, bool]:
     if values.ndim != 3 or values.shape[-1] > 4 or not (is_float or values.dtype in (np.uint8, np.uint16)):
         raise ValueError(f"{name} holds {values.dtype} {values.shape}; expected h w or h w c of 8 or 16 bits, or floats")
     scale = 1 if is_float else np.iinfo(values.dtype).max
+    if inverted:  # gray, also with transparency
+        values = np.concatenate([scale - values[..., :1], values[..., 1:]], axis=-1)
     return _check_finite(_upright(values, orientation).astype(np.float32) / np.float32(scale), name), several
 
 
