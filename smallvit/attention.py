@@ -97,7 +97,7 @@ class Attention(nn.Module):
     ):  # fmt: skip
         super().__init__()
         head_dim = head_width(dim, heads, head_dim)
-        check_dropout(dropout)
+        check_rate(dropout=dropout)
         self.heads, self.scale, self.dropout = heads, head_dim**-0.5, dropout
         self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
         self.q_norm = nn.LayerNorm(head_dim, eps=1e-6) if qk_norm else nn.Identity()
@@ -155,7 +155,7 @@ class LocalityAttention(nn.Module):
         if temperature not in ("per head", "per layer", "fixed"):
             raise ValueError(f"temperature is {temperature!r}; expected 'per head', 'per layer' or 'fixed'")
         head_dim = head_width(dim, heads, head_dim)
-        check_dropout(dropout)
+        check_rate(dropout=dropout)
         self.heads, self.mask_self, self.temperature, self.dropout = heads, mask_self, temperature, dropout
         self.start = head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * heads * head_dim, bias=qkv_bias)
@@ -193,11 +193,13 @@ class LocalityAttention(nn.Module):
         return PlainAttention(scales[self.temperature], self.mask_self) if self.temperature in scales else None
 
 
-def check_dropout(rate: float):
-    """Raise ValueError if a dropout rate is not at least 0 and less than 1. PyTorch's functions for attention do not check it.
+def check_rate(**rates: float):
+    """Raise ValueError unless all given rates of random drops are at least 0 and less than 1. Each keyword argument is the name
+    of an option and its value, such as `dropout=0.1`.
     """
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout is {rate}; expected a probability of at least 0 and less than 1")
+    for name, rate in rates.items():
+        if not 0 <= rate < 1:
+            raise ValueError(f"{name} is {rate}; expected a probability of at least 0 and less than 1")
 
 
 def head_width(dim: int, heads: int, head_dim: int | None) -> int:

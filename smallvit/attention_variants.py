@@ -16,8 +16,8 @@ from smallvit.attention import (
     apply_position,
     attend_and_project,
     attend_with_size_gradient,
-    check_dropout,
     check_mask,
+    check_rate,
     logit_bias,
     mean_over_queries,
     split_heads,
@@ -55,7 +55,7 @@ class DifferentialAttention(nn.Module):
         super().__init__()
         if heads < 1 or dim % (2 * heads):
             raise ValueError(f"got {heads} heads for width {dim}; expected that 2 * heads divides it, for two groups per head")
-        check_dropout(dropout)
+        check_rate(dropout=dropout)
         width = dim // (2 * heads)
         self.heads, self.scale, self.dropout, self.macs_per_pair = heads, width**-0.5, dropout, 3 * dim
         self.by_layer = lambda_init is None

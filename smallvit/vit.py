@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from smallvit.attention import Attention, AttentionOutput, acts_inside_attention, name_of
+from smallvit.attention import Attention, AttentionOutput, acts_inside_attention, check_rate, name_of
 from smallvit.attention_positions import Places, places_of
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
@@ -163,8 +163,10 @@ class ViT(nn.Module):
         norm_after_pool: bool = False,
     ):
         super().__init__()
-        check_integers(channels=(channels, 1), classes=(classes, 0), dim=(dim, 1), depth=(depth, 0), heads=(heads, 1))
-        check_integers(registers=(registers, 0))
+        check_integers(
+            channels=(channels, 1), classes=(classes, 0), dim=(dim, 1), depth=(depth, 0), heads=(heads, 1),
+            registers=(registers, 0),
+        )  # fmt: skip
         check_slots(tokenizer=tokenizer, attention=attention, pool=pool, block=block)
         check_slots(none=True, position=position, reduction=reduction)
         if position and acts_inside_attention(position):
@@ -333,8 +335,7 @@ class DropPath(nn.Module):
 
     def __init__(self, rate: float):
         super().__init__()
-        if not 0 <= rate < 1:
-            raise ValueError(f"drop_path is {rate}; expected a probability of at least 0 and less than 1")
+        check_rate(drop_path=rate)
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
