@@ -140,11 +140,11 @@ class Record:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, allowed))}")
 
-    def has_other_data(self, sha256: str) -> bool:
+    def has_other_data(self, sha256: str | None) -> bool:
         """Return whether the run was trained on other images or labels than those of a data set with the hash `sha256`. The
-        result is False for an old record, which does not keep the hash.
+        result is False for the hash None, of data that cannot be loaded, and for an old record, which does not keep the hash.
         """
-        return self.data_sha256 not in (None, sha256)
+        return sha256 is not None and self.data_sha256 not in (None, sha256)
 
     def has_other_weights(self, sha256: str | None) -> bool:
         """Return whether the run began with another file of pretrained weights than that with the hash `sha256`. The result is

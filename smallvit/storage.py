@@ -43,11 +43,13 @@ def cache_folder() -> Path:
 
 def write_atomic(path: Path, write: Callable[[Path], object]):
     """Write a file safely: if writing is interrupted, an existing file at `path` stays unchanged. The function
-    `write(temporary_path)` writes the new content to a temporary file, which is then moved to `path`.
+    `write(temporary_path)` writes the new content to a temporary file, which is then moved to `path`. If `path` is a link, the
+    file that it points to is replaced, and the link stays.
 
     Raises NotWritten, which is a ValueError, with the folder and the reason, when the file cannot be written.
     """
     path = Path(path)
+    path = path.resolve() if path.is_symlink() else path
     new = temporary(path)
     with failures_named(path):
         try:

@@ -1,5 +1,6 @@
 """Comparisons: conditions, controls, two intervals, looks while seeds are added, training lengths and disagreements."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -361,7 +362,9 @@ def test_an_arm_can_be_compared_with_another_arm():
     assert (row.baseline, row.group, row.verdict) == ("+A", "scratch", "inconclusive") and c.baselines == ("scratch",)
     assert row.difference.mean == pytest.approx(row_of(rows, "+A +B").mean - row_of(rows, "+A").mean)
     assert row_of(rows, "+A +B +C").verdict == "worse" and len(c.parts()[0].rows) == 4
-    assert "+A +B +C at 100 labels: worse than +A +B by" in format.sentence(c, row_of(rows, "+A +B +C"))
+    line = format.sentence(c, row_of(rows, "+A +B +C"))
+    amount, low, high = map(float, re.search(r"worse than \+A \+B by (\S+) points \[(\S+), (\S+)\]", line).groups())
+    assert line.startswith("+A +B +C at 100 labels: ") and 0 < low < amount < high  # amounts, as "worse" gives the sign
 
 
 def test_controls_in_a_circle_or_unknown_are_refused():

@@ -835,7 +835,7 @@ def test_archives_without_a_test_part_are_split(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labels": np.zeros((20, 14), int)}, r"20 integers, got 14 labels for each image \(multi-label\), such as .*ChestMNIST.*labels\[:, 0\]"),
+        ({"labels": np.zeros((20, 14), int)}, r"one integer for each image, got 14 labels \(multi-label\), such as .*ChestMNIST.*labels\[:, 0\]"),
         ({"images": np.zeros((20, 28, 28, 28), np.uint8)}, "3-D volumes, such as those of OrganMNIST3D"),
         ({"images": np.zeros((20, 28, 28, 28, 3), np.uint8)}, "3-D volumes"),
         ({"groups": np.zeros(3, int)}, "groups: expected 20 integers or texts"),

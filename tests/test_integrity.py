@@ -36,7 +36,7 @@ from smallvit.launch.results import (
 from smallvit.launch.scheduler import Scheduler
 from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, Record, checksum, parse, read_record, to_json, write_record
 from smallvit.shapes import printable
-from smallvit.storage import NotWritten, file_sha256, write_atomic
+from smallvit.storage import NotWritten, file_sha256, write_atomic, write_text
 from smallvit.train import checkpoint, fit_stacked
 from smallvit.train.fit import NO_TAGS, new_record, prepare_training
 from smallvit.train.loop import Training
@@ -387,6 +387,15 @@ def test_full_disk_is_an_error_of_the_disk_and_a_wrong_value_is_not(tmp_path):
     assert not isinstance(wrong.value, NotWritten)
     with pytest.raises(MemoryError):
         write(MemoryError())()
+
+
+def test_a_link_keeps_pointing_to_the_file_that_is_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "table.csv").symlink_to(tmp_path / "disk" / "table.csv")
+    for text in ("new", "again"):
+        write_text(tmp_path / "table.csv", text)
+        assert (tmp_path / "table.csv").is_symlink() and (tmp_path / "disk" / "table.csv").read_text() == text
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["table.csv"]
 
 
 def test_launch_goes_on_when_the_folder_of_a_run_can_be_written_again(tmp_path, capfd):

@@ -77,6 +77,11 @@ def test_numbers_that_round_to_zero_have_no_minus_sign():
         assert (score.number(-1e-6), score.difference(-1e-6), score.interval(-1e-6, 0.0)) == (zero, f"+{zero}", f"[{zero}, {zero}]")
 
 
+def test_small_differences_of_a_loss_keep_a_digit():
+    loss = score_named("log_loss", True)
+    assert (loss.difference(-0.0004), loss.interval(-0.0004, 0.012)) == ("−0.0004", "[−0.0004, 0.012]")
+
+
 def test_calibration_error_gets_no_verdict():
     """Chance makes it too large, by another amount for each arm: equal arms would often differ."""
     rows = [replace(r, score="ece", test={"ece": r.result}) for r in scored("log_loss", lower=True) if r.role != "reference"]

@@ -5,6 +5,7 @@ Shapes: n images in a data set, c channels, h x w pixels, k classes.
 
 import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -309,6 +310,16 @@ class Dataset:
                     f"labels={labels} needs {needed} training images of class {name!r}, which has {left[label]} besides the "
                     f"{held_out} validation images; the largest balanced subset here has {most} labels"
                 )
+
+
+def current_sha256(data: Callable[[], Dataset]) -> str | None:
+    """Return the hash of the images and labels of a data set as they are now, or None if they cannot be loaded any more. The
+    function `data` loads the data set.
+    """
+    try:
+        return data().sha256
+    except Exception:  # the loader of a user may raise any error
+        return None
 
 
 def hash_of_groups(groups: Tensor) -> str:

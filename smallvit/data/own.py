@@ -353,6 +353,6 @@ def _check_kind(name: str, images: np.ndarray, labels: np.ndarray, part: str):
         )
     if labels.ndim == 2 and labels.shape[1] > 1:
         raise ValueError(
-            f"{name}, {part} labels: expected {len(labels)} integers, got {labels.shape[1]} labels for each image "
+            f"{name}, {part} labels: expected one integer for each image, got {labels.shape[1]} labels "
             "(multi-label), such as those of ChestMNIST; save one column as the labels, for example labels[:, 0]"
         )

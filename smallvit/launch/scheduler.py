@@ -13,6 +13,7 @@ from typing import NamedTuple
 from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import canonical, describe_value
+from smallvit.data import current_sha256
 from smallvit.pretrained import Unavailable, Weights
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
@@ -96,7 +97,7 @@ class Scheduler:
             self.check_data(data, test_images)
         for data in dict.fromkeys(entry.run.data for entry in self.runs[: self.requested]):
             if data not in needed:
-                self.check_finished(data)
+                self.check_unchanged(data, current_sha256(data))
         for start in dict.fromkeys(self.runs[index].run.init for index in todo):
             if isinstance(start, Weights):
                 self.check_weights(start)
@@ -155,9 +156,9 @@ class Scheduler:
             text = f"{loaded.repeats:,} test images of {describe_value(describe(data))} are also training or validation images"
             print(f"note: {text}", file=sys.stderr)
 
-    def check_unchanged(self, data: Callable, sha256: str):
+    def check_unchanged(self, data: Callable, sha256: str | None):
         """Raise ValueError if runs have finished on other images or labels than a data set has now. The function `data` loads
-        the data set, and `sha256` is the hash of its content.
+        the data set, and `sha256` is the hash of its content. Data that cannot be loaded any more (None) are no error.
         """
         plain = describe(data)
         changed = sum(
@@ -169,16 +170,6 @@ class Scheduler:
                 f"{changed} runs have finished on other images or labels than {describe_value(plain)} contains now; restore "
                 "the data, or train all runs again in another --out folder"
             )
-
-    def check_finished(self, data: Callable):
-        """Raise ValueError if the images or labels of a data set have changed since all of its runs have finished. The function
-        `data` loads the data set. Data that cannot be loaded any more are no error.
-        """
-        try:
-            loaded = data()
-        except Exception:  # the loader of a user may raise any error
-            return
-        self.check_unchanged(data, loaded.sha256)
 
     def check_weights(self, weights: Weights):
         """Raise ValueError if the file of pretrained weights has been replaced since earlier runs began with it."""

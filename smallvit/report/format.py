@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from smallvit.verdicts import contrasts
 from smallvit.verdicts.comparison import Comparison, Difference, Row
@@ -130,7 +131,9 @@ def sentence(comparison: Comparison, row: Row) -> str:
     if not row.decided:
         return f"{start}, {score.difference(d.mean)}{score.points} {interval(d, score)}{reason}"
     again = f"; again in {often(d)} of 100 repetitions" if d.replication is not None else ""
-    amount = f"{score.number(abs(d.mean))}{score.points} {interval(d, score)}"
+    if d.mean < 0 and d.low is not None and d.high is not None:
+        d = replace(d, low=-d.high, high=-d.low)
+    amount = f"{score.amount(abs(d.mean))}{score.points} {interval(d, score)}"
     return f"{start} by {amount}{again}{', fragile' * d.fragile}{reason}"
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from smallvit import record as records
 from smallvit.augment.check import check_labels_kept
 from smallvit.components import describe_value, function
-from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
+from smallvit.data import Dataset, HeldOut, Subset, current_sha256, sealed_test_images
 from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics, full_float32
@@ -392,7 +392,7 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
         )
     if not done.finished:
         return None
-    if data_changed(run, done):
+    if done.has_other_data(current_sha256(run.data)):
         raise ValueError(
             f"{folder} holds this run, trained on other images or labels than {describe_value(done.run['data'])} contains now; "
             "restore the data, or use another folder"
@@ -404,16 +404,6 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
         )
     tidy(folder)
     return done
-
-
-def data_changed(run: Run, done: Record) -> bool:
-    """Return whether the images or labels of a run have changed since its training. `done` is its record. The result is False
-    for data that cannot be loaded any more.
-    """
-    try:
-        return done.has_other_data(run.data().sha256)
-    except Exception:  # the loader of a user may raise any error
-        return False
 
 
 def reduction_picture(model: nn.Module, subset: Subset) -> dict | None:

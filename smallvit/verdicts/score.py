@@ -42,15 +42,20 @@ class Score(NamedTuple):
         """Return a score as text without its unit: in percent with two decimals, or as a plain number with three decimals."""
         return f"{100 * x:z.2f}" if self.percent else f"{x:z.3f}"  # z: no negative zero
 
-    def difference(self, x: float) -> str:
-        """Return the difference of two scores as text with its sign: in percentage points with two decimals, or as a plain
-        number with three decimals.
+    def amount(self, x: float, sign: str = "-") -> str:
+        """Return a difference of two scores as text: in percentage points with two decimals, or as a plain number with three
+        decimals, or four if it is below 0.01. With `sign="+"`, positive numbers have a plus sign.
         """
-        return (f"{100 * x:+z.2f}" if self.percent else f"{x:+z.3f}").replace("-", "−")
+        decimals = 2 if self.percent else 4 if 0.00005 < abs(x) < 0.01 else 3
+        return f"{100 * x if self.percent else x:{sign}z.{decimals}f}".replace("-", "−")
+
+    def difference(self, x: float) -> str:
+        """Return a difference of two scores as text with its sign: `+0.42` or `−0.10`. See `amount` for the decimals."""
+        return self.amount(x, "+")
 
     def interval(self, low: float, high: float) -> str:
         """Return an interval of differences as text: `[−0.10, 0.35]`."""
-        return f"[{self.number(low)}, {self.number(high)}]".replace("-", "−")
+        return f"[{self.amount(low)}, {self.amount(high)}]"
 
 
 ACCURACY = Score()
