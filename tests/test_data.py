@@ -347,7 +347,7 @@ BYTES, FLOATS, LABELS = np.zeros((20, 6, 5), np.uint8), np.zeros((20, 6, 5)), np
         ({"test_images": np.zeros((20, 6, 6), np.uint8)}, r"own.npz, test: .* \(20, 1, 6, 5\), got .* \(20, 1, 6, 6\)"),
         ({"test_images": np.zeros((20, 6, 5, 3), np.uint8)}, "own.npz, test: .*uint8 images"),
         ({"test_labels": np.arange(19) % 4}, r"own.npz, test labels: .*20 integers, got .* \(19,\)"),
-        ({"test_labels": np.zeros((20, 2), int)}, "test labels: .*20 integers"),
+        ({"test_labels": np.zeros((20, 2), int)}, "test labels: expected one integer for each image, got 2 labels"),
         ({"train_labels": LABELS % 4.0}, "train labels: .*20 integers, got float64"),
         ({"train_labels": LABELS % 4 - 1}, r"train_labels must be 0, 1, 2, .* got \[-1, 0, 1, 2\]"),
         ({"train_labels": LABELS % 4 * 2}, r"train_labels must be .* got \[0, 2, 4, 6\]"),

@@ -118,7 +118,7 @@ def test_a_plain_score_has_no_percent_sign_in_a_table_in_percent():
 def test_the_terminal_names_the_score():
     found = text(scored("log_loss", lower=True))
     assert "1,000 labels: test log loss, mean and SD over seeds; lower is better" in found
-    assert re.search(r"\+SPT at 1,000 labels: better by 0\.0\d\d \[−0\.", found) and "(linear_probe)" in found
+    assert re.search(r"\+SPT at 1,000 labels: better by 0\.0\d\d \[0\.0\d\d, 0\.\d\d\d\]", found) and "(linear_probe)" in found
     assert text(records(ARMS)).startswith("1,000 labels: test accuracy, mean and SD over seeds\n")
 
 

@@ -18,7 +18,7 @@ Every loader returns a `Dataset` and reads the files once per process, so that m
 read them again when they change. A loader takes plain values only, so that a record can store the call.
 """
 
-from .dataset import Dataset, Subset, current_sha256
+from .dataset import Dataset, Subset
 from .drawn import textured_shapes
 from .folds import Fold
 from .images import DataSpec, HeldOut, Images, sealed_test_images
@@ -28,7 +28,6 @@ from .published import cifar10, digits, emnist, fashion_mnist, kmnist, mnist, qm
 from .resize import at_size
 
 __all__ = [
-    "DataSpec", "Dataset", "Fold", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "at_size", "cifar10",
-    "current_sha256", "digits", "emnist", "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "sealed_test_images", "svhn",
-    "textured_shapes",
+    "DataSpec", "Dataset", "Fold", "HeldOut", "Images", "Preprocess", "Subset", "arrays", "at_size", "cifar10", "digits",
+    "emnist", "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "sealed_test_images", "svhn", "textured_shapes",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import canonical, describe_value
-from smallvit.data import current_sha256
+from smallvit.data.dataset import current_sha256
 from smallvit.pretrained import Unavailable, Weights
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint

@@ -14,7 +14,8 @@ from torch import nn
 from smallvit import record as records
 from smallvit.augment.check import check_labels_kept
 from smallvit.components import describe_value, function
-from smallvit.data import Dataset, HeldOut, Subset, current_sha256, sealed_test_images
+from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
+from smallvit.data.dataset import current_sha256
 from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics, full_float32
