@@ -40,7 +40,7 @@ SLOTS: dict[str, tuple[str, ...] | None] = {
     "position": ("dim", "grid", "prefix"),
     "position in attention": ("heads", "head_dim", "grid", "prefix"),
     "attention": ("dim", "heads"),
-    "start of attention": None,
+    "initialization of attention": None,
     "reduction": ("context",),
     "pool": ("dim",),
     "block": ("dim", "heads", "attention", "reduction", "drop_path"),
@@ -52,7 +52,7 @@ SLOTS: dict[str, tuple[str, ...] | None] = {
 NONE = {  # what a slot is called on the page if it is empty
     "position": "no positions",
     "position in attention": "no positions in attention",
-    "start of attention": "the usual start",
+    "initialization of attention": "default initialization",
     "reduction": "no reduction",
 }
 NO_TECHNIQUES = {  # public names beside techniques. `Pixels` has no weights; a `ResNet` is slow and trains like `SmallCNN`
@@ -102,7 +102,7 @@ def slot_of(thing: Any) -> str | None:
     parameters = inspect.signature(thing).parameters.values() if callable(thing) else ()
     required = tuple(p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD and p.default is p.empty)
     if required == SLOTS["attention"] and "attention" in inspect.signature(thing).parameters:
-        return "start of attention"
+        return "initialization of attention"
     return next((slot for slot, arguments in SLOTS.items() if arguments and arguments == required), None)
 
 
@@ -169,8 +169,8 @@ def run_with(names: Names) -> Run:
     attention = part["attention"]
     if part["position in attention"] is not None:
         attention = partial(attention, position=part["position in attention"])
-    if part["start of attention"] is not None:
-        attention = partial(part["start of attention"], attention=attention)
+    if part["initialization of attention"] is not None:
+        attention = partial(part["initialization of attention"], attention=attention)
     block = partial(part["block"], activation=part["activation"])
     slots = {slot: part[slot] for slot in ("tokenizer", "position", "reduction", "pool")}
     return SMALL.vary(attention=attention, block=block, **slots, **more)
@@ -360,17 +360,15 @@ def pairs_of(slot: str, other: str) -> dict[tuple[str, str], str | None]:
     return {(a, b): found for ((s, a), (t, b)), found in outcomes().items() if (s, t) == (slot, other)}
 
 
-def matrix() -> str:
-    """The table slot by slot: "all" if all pairs of two slots train, otherwise how many of them do."""
-
-    def cell(slot: str, other: str) -> str:
-        found = pairs_of(slot, other)  # empty below the diagonal
+def counts_table() -> str:
+    """The table of the slots of which not all pairs of techniques train, with the number of pairs that do."""
+    rows = []
+    for slot, other in combinations(SLOTS, 2):
+        found = pairs_of(slot, other)
         trained = sum(message is None for message in found.values())
-        return "all" * bool(found) if trained == len(found) else f"{trained} of {len(found)}"
-
-    first, *others = SLOTS
-    rows = [[f"{slot} ({len(choices()[slot])})", *(cell(slot, other) for other in others)] for slot in (first, *others[:-1])]
-    return table(["", *others], rows)
+        if trained < len(found):
+            rows.append([slot, other, f"{trained} of {len(found)}"])
+    return table(["slot", "other slot", "combinations that train"], rows)
 
 
 class Refusal(NamedTuple):
@@ -448,19 +446,19 @@ def content() -> str:
     trained = sum(message is None for message in outcomes().values())
     return INTRODUCTION.format(
         techniques=sum(map(len, choices().values())), slots=len(SLOTS), trained=trained, refused=len(outcomes()) - trained,
-        matrix=matrix(), refusals=refusal_table(), features=feature_table(),
+        counts=counts_table(), refusals=refusal_table(), features=feature_table(),
     )  # fmt: skip
 
 
 INTRODUCTION = """\
 The library has {techniques} techniques and settings in {slots} slots. A small model was trained for one step with every two of
 them from different slots. **{trained:,} combinations train, and {refused} are refused** with an error message, before the first
-step or in it.
+step or in it. In these pairs of slots, some combinations are refused; of all other pairs of slots, all combinations train:
 
-{matrix}
+{counts}
 
-The number behind a slot is that of its techniques, which are listed [below](#other-features). *all*: each of them trains with
-each of the other slot. A CNN has no slots, so it is combined with objectives and optimizers only.
+The techniques of each slot are listed [below](#other-features). A CNN has no slots, so it is combined with objectives and
+optimizers only.
 
 ### Refused combinations
 

@@ -75,9 +75,9 @@ TECHNIQUES = {
     "Label spreading, against DINO": ("pseudo_labels", "DINO, labels spread", "label_spreading"),
     "Distillation from a CNN": ("ablation", "taught by a CNN", "distillation"),
     "Ensemble of 4, against 4x steps": ("ensembles", "ensemble of 4", "deep_ensembles"),
-    "Taught by it, against 4x steps": ("ensembles", "taught by the ensemble, four times the steps", "deep_ensembles"),
-    "2-D sines with long waves": ("explain", "2-D sines", "positions"),
-    "2-D sines with short waves": ("ablation", "2-D sines", "positions"),
+    "Distilled ensemble, against 4x steps": ("ensembles", "taught by the ensemble, four times the steps", "deep_ensembles"),
+    "2-D sines, temperature 10,000": ("explain", "2-D sines", "positions"),
+    "2-D sines, default": ("ablation", "2-D sines", "positions"),
     "PEG for learned positions": ("ablation", "PEG", "conditional_positions"),
     "Rotary for learned positions": ("positions", "rotary, mixed", "attention_positions"),
     "Rotary and learned positions": ("ablation", "rotary positions", "attention_positions"),
@@ -364,13 +364,14 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     cost += "MACs: multiply-adds for an image. " * ("macs" in costs)
     cost += "Speed-up: against the same model without reduction. " * faster
     fragile = f"{FRAGILE} Fragile: a repetition would give this verdict in fewer than 80 of 100 cases. "
-    perhaps = f"{PERHAPS} Perhaps fragile: older records do not show it. "
+    perhaps = f"{PERHAPS} May be fragile: these older records do not keep the result of each test image, so it is not known. "
+    against = "A row with *(against X)* is the difference from arm X. "
     tuned = "Learning rates were chosen for each arm, with many more labelled images than the training has. "
     note = (
         f"The first row is the test accuracy of the baseline after {steps:,} training steps. The other rows are differences "
-        "from the baseline (or from the arm named after *against*), in percentage points, with 95% intervals for new seeds and "
-        f"new test images. {cost}Bold: the [verdict](../explanation/verdicts.md) is *better* or *worse*, after a correction "
-        f"for all comparisons of the recipe, which the intervals do not have. {fragile * (FRAGILE in table)}"
+        "from the baseline in percentage points, with 95% intervals for new seeds and new test images. "
+        f"{against * ('(against ' in table)}{cost}Bold: the [verdict](../explanation/verdicts.md) is *better* or *worse*. "
+        f"Verdicts are corrected for all comparisons of the recipe; the intervals are not. {fragile * (FRAGILE in table)}"
         f"{perhaps * (PERHAPS in table)}"
         f"{tuned * any(row.condition.tuned is True for row in shown)}{seeds} seeds. The full report is "
         f"[{recipe}](../recipes/{recipe}.md)."
@@ -507,12 +508,10 @@ def arms_in(match: re.Match) -> list[str]:
 
 
 def with_tables(text: str, page: str) -> str:
-    """The text of a page with its tables written again. A note that fits several tables in a row stands below the last one."""
-    matches = list(TABLE.finditer(text))
-    tables = [arms_table(match["recipe"], arms_in(match), page) for match in matches]
-    following = [note for _, note in tables[1:]] + [""]
-    blocks = [table if note == after else f"{table}\n\n{note}" for (table, note), after in zip(tables, following)]
-    contents = iter(blocks)
+    """The text of a page with its tables written again. A note that fits several tables in a row stands below the first."""
+    tables = [arms_table(match["recipe"], arms_in(match), page) for match in TABLE.finditer(text)]
+    earlier = ["", *(note for _, note in tables)]
+    contents = iter([table if note == before else f"{table}\n\n{note}" for (table, note), before in zip(tables, earlier)])
     return TABLE.sub(lambda match: f"{match['start']}{next(contents)}\n{match['end']}", text)
 
 

@@ -44,7 +44,7 @@ def test_defaults_of_the_small_model_are_those_of_the_library():
     assert {slot: next(iter(names)) for slot, names in combinations.choices().items() if None in names.values()} == {
         "position": "Learned",
         "position in attention": "no positions in attention",
-        "start of attention": "the usual start",
+        "initialization of attention": "default initialization",
         "reduction": "no reduction",
     }
 
