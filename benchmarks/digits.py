@@ -35,4 +35,4 @@ def dataset(side: int = 28, channels: int = 1, images: int = TRAIN) -> Dataset:
 
 def first_batch(data: Dataset, size: int) -> tuple[Tensor, Tensor]:
     """Return the first `size` training images, normalized, and their labels."""
-    return data.spec.normalise(data.train.pixels(slice(size))), data.train.labels[:size]
+    return data.spec.normalize(data.train.pixels(slice(size))), data.train.labels[:size]

@@ -116,7 +116,7 @@ def augmentation(images: Tensor) -> Tensor:
 def views(data: Dataset, crops: Sequence[Callable], batch: int) -> list[Tensor]:
     """Return the normalized views of the first `batch` images; views of one size are in one tensor."""
     images = Batch(data.train.pixels(slice(batch)), data.train.targets(slice(batch)))
-    return [data.spec.normalise(views) for views in apply(crops, images, torch.Generator().manual_seed(0)).views]
+    return [data.spec.normalize(views) for views in apply(crops, images, torch.Generator().manual_seed(0)).views]
 
 
 def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu", stack: int = STACK):

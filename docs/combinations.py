@@ -473,8 +473,9 @@ Two techniques of different slots work together unless a row of this table says 
 
 def with_content(page: str) -> str:
     """The text of a page with the block between `<!-- combinations -->` and `<!-- end -->` written again."""
-    block = re.compile(r"(<!-- combinations -->\n).*?(<!-- end -->)", re.DOTALL)
-    return block.sub(lambda match: f"{match[1]}{content()}\n{match[2]}", page)
+    start, end = "<!-- combinations -->\n", "<!-- end -->"
+    before, rest = page.split(start)
+    return f"{before}{start}{content()}\n{end}{rest.split(end, 1)[1]}"
 
 
 if __name__ == "__main__":

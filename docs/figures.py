@@ -177,7 +177,7 @@ def draw_locality_attention(style: Style) -> Figure:
     """The mean attention map of each block with `Attention` and `LocalityAttention`, over 500 images; models of `spt_lsa`."""
     from smallvit import attention_maps
 
-    x = mnist().spec.normalise(mnist().train.take(slice(500)).pixels())
+    x = mnist().spec.normalize(mnist().train.take(slice(500)).pixels())
     figure, axes = grid(2, 4, 1.4, 1.4)
     for line, name, title in ((axes[0], "LSA off", "Attention"), (axes[1], "LSA", "Locality-\nAttention")):
         for block, (ax, weights) in enumerate(zip(line, attention_maps(trained(name), x))):
@@ -232,7 +232,7 @@ def draw_conv_stem(style: Style) -> Figure:
             ax.axvline(28 * line / rows - 0.5, color=style.faint, linewidth=0.5)
         box(ax, *receptive_field(tokenizer, 1, 2), style.accent)
     stem: Any = trained("conv stem").tokenizer
-    x = mnist().spec.normalise(digits().pixels()[:1])
+    x = mnist().spec.normalize(digits().pixels()[:1])
     show(axes[1, 0], image, "image\n28 x 28")
     layers = list(stem.layers)
     for ax, layer in zip(axes[1, 1:], range(3)):
@@ -291,7 +291,7 @@ def draw_pooling(style: Style) -> Figure:
     from smallvit import patch_attention
 
     images = digits()
-    x = mnist().spec.normalise(images.pixels())
+    x = mnist().spec.normalize(images.pixels())
     attention = patch_attention(trained("positions"), x).mean(1)
     pooled: Any = trained("sequence pool")
     with torch.no_grad():
@@ -377,7 +377,7 @@ def draw_mae(style: Style) -> Figure:
     mae = trained_mae()
     images = digits((7, 15, 5))
     spec = mnist().spec
-    x = spec.normalise(images.pixels())
+    x = spec.normalize(images.pixels())
     figure, axes = grid(len(images), 5, 1.05, 1.05)
     for part, seed in enumerate((0, 1)):
         result = mae.reconstruct(x, seed=seed)
@@ -402,7 +402,7 @@ def draw_distillation(style: Style) -> Figure:
     images = data.subset(labels=run.labels, val=run.val, seed=run.seed).val
     teacher = trained("cnn")
     with torch.no_grad():
-        logits = teacher(data.spec.normalise(images.pixels()))
+        logits = teacher(data.spec.normalize(images.pixels()))
     certainty = logits.softmax(-1).amax(-1).argsort(stable=True)
     chosen = torch.cat([certainty[-1:], certainty[:3]])
     rows = {

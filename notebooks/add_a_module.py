@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from IPython.display import Markdown
 
-from smallvit import Attention, Merge, apply, attention_figure, compare, digits, load, load_recipe, markdown
+from smallvit import Attention, Merge, apply, attention_figure, compare, digits, load, load_recipe, markdown, read_records
 
 torch.set_num_threads(1)
 os.chdir(tempfile.mkdtemp())  # the recipe and its runs are written here; use a folder of your own to keep them
@@ -187,7 +187,7 @@ assert copy.talk.data_ptr() != attention.talk.data_ptr()
 # weights.
 
 # %%
-records = [load(path.parent).record for path in sorted(Path("runs").rglob("record.json"))]
+records = read_records("runs")
 for row in compare(records).rows:
     print(f"{row.arm:28} {row.mean:.1%}   {row.verdict or row.role}")
 

@@ -31,7 +31,7 @@ import torch
 from IPython.display import Markdown
 from PIL import Image
 
-from smallvit import compare, confusion_figure, export, folder, gallery, load, load_recipe, markdown
+from smallvit import compare, confusion_figure, export, folder, gallery, load, load_recipe, markdown, read_records
 
 torch.set_num_threads(1)
 os.chdir(tempfile.mkdtemp())  # the images and the advice are written here; use a folder of your own to keep them
@@ -99,7 +99,7 @@ for group, options in plan["trials"].items():
 
 # %%
 runs = load_recipe("advice/recipe.py").RUNS
-results = [load(path.parent).record for path in sorted(Path("advice/runs/recipe").rglob("record.json"))]
+results = read_records("advice/runs/recipe")
 for row in compare(results).rows:
     if row.labels is None:
         print(f"{row.arm:28} {row.mean:.1%}   {row.verdict or row.role}")

@@ -93,7 +93,7 @@ for check in record.health or []:
 # the third part is the validation images too.
 
 # %%
-data = run.data()
+data = run.data().at_seed(run.seed)
 spec = data.spec
 subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
 splits = Splits(subset.train, subset.val, subset.val)

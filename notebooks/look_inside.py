@@ -51,7 +51,7 @@ if MINE is None:
 trained = load(MINE or RUNS / "supervised")
 run, model = trained.run, trained.model
 
-data = run.data()
+data = run.data().at_seed(run.seed)
 subset = data.subset(labels=run.labels, val=run.val, seed=run.seed)
 splits = Splits(subset.train, subset.val, subset.val)
 images = subset.val.take(slice(4))

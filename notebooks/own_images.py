@@ -30,7 +30,7 @@ import torch
 from IPython.display import Markdown
 from PIL import Image
 
-from smallvit import compare, confusion_figure, export, folder, gallery, load, load_all, load_recipe, markdown
+from smallvit import compare, confusion_figure, export, folder, gallery, load, load_all, load_recipe, markdown, read_records
 
 torch.set_num_threads(1)
 os.chdir(tempfile.mkdtemp())  # the images, the recipe and its runs are written here; use a folder of your own to keep them
@@ -150,7 +150,7 @@ RUNS = ablate(
 # the photos of a piece belong together, and that all models were trained on the same images.
 
 # %%
-results = [load(path.parent).record for path in sorted(Path(OUT).rglob("record.json"))]
+results = read_records(OUT)
 for row in compare(results).rows:
     print(f"{row.arm:28} {row.mean:.1%}   {row.verdict or row.role}")
 

@@ -7,6 +7,7 @@ from typing import Any
 from smallvit.components import function, python_numbers
 from smallvit.evaluate import declaration
 from smallvit.passes import common_folds, seeds_of
+from smallvit.ranges import Tune
 from smallvit.record import ROLES, condition_text
 from smallvit.reference_runs import standard_references
 from smallvit.run import Run, fingerprint
@@ -39,7 +40,7 @@ class ArmRun:
     length: int | None = None
     tuning: dict | None = None
     looks: tuple[int, ...] | None = None
-    tune: Any = field(default=None, compare=False, repr=False)
+    tune: Any = field(default=None, compare=False, repr=False)  # a Tune, or None
 
     def __post_init__(self):
         if not isinstance(self.run, Run):
@@ -101,7 +102,7 @@ def ablate(
     references: bool | Iterable[str] = True,
     extra_references: dict[str, Run] | None = None,
     steps: Iterable[int] | None = None,
-    tune: Any = None,
+    tune: Tune | None = None,
     baseline: dict[str, str] | None = None,
     match: str | None = None,
 ) -> list[ArmRun]:
@@ -139,7 +140,7 @@ def ablate(
     for name, run in arms.items():
         if run.labels not in (None, *labels):
             raise ValueError(f"arm {name!r} has labels={run.labels}, but ablate has labels={labels}; set labels in ablate only")
-    if tune is not None and type(tune).__name__ != "Tune":
+    if tune is not None and not isinstance(tune, Tune):
         raise ValueError(f"tune is {tune!r:.60}; expected a smallvit.Tune, such as Tune({{'lr': (3e-4, 6e-3)}}, trials=8)")
     if tune is not None:
         check_tunable(arms)

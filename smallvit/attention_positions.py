@@ -157,7 +157,7 @@ class Rotary(nn.Module):
     image. Only the logits between prefix tokens and patches depend on `origin`.
 
     `temperature` is the base of the frequencies. With "grid", the base is chosen so that the lowest frequency rotates by 1
-    radian over the larger side of the grid.
+    radian over the larger side of the grid. (Heads of width 4 have a single frequency, of 1 radian for each patch.)
 
     Fixed frequencies are not saved with the weights: after `to_empty`, call `initialize(model)` before `load_state_dict`.
 

@@ -34,9 +34,10 @@ def block_macs(block: Any, n: float | Tensor, m: float | Tensor) -> Any:
     out, as in the papers.
     """
     # queries times keys, and the map times values, unless the attention says otherwise
-    per_pair = getattr(block.attention, "macs_per_pair", 2 * block.attention.proj.in_features)
+    attention = block.attention
+    per_pair = attention.macs_per_pair if hasattr(attention, "macs_per_pair") else 2 * attention.proj.in_features
     more = block.more_macs(n) if hasattr(block, "more_macs") else 0
-    return n * linear_macs(block.attention) + n * n * per_pair + m * linear_macs(block.mlp) + more
+    return n * linear_macs(attention) + n * n * per_pair + m * linear_macs(block.mlp) + more
 
 
 def tokens_per_layer(model: ViT, image: tuple[int, int] | None = None) -> list[tuple[int, int]] | None:

@@ -1,6 +1,7 @@
 """Recipes: Python files with a question in the docstring and a list RUNS; how they are found, loaded and filtered."""
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -319,9 +320,10 @@ def split_arms(text: str, offered: Sequence[str]) -> set[str]:
     """
     names, rest = set(), text
     for name in sorted(offered, key=len, reverse=True):
-        if "," in name and name in rest:
+        whole = rf"(?:^|(?<=,)){re.escape(name)}(?=,|$)"
+        if "," in name and re.search(whole, rest):
             names.add(name)
-            rest = rest.replace(name, "")
+            rest = re.sub(whole, "", rest)
     return names | {part for part in rest.split(",") if part}
 
 

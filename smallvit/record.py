@@ -281,12 +281,20 @@ def write_records(path: Path, records: Iterable[Record]):
     write_text(path, "".join(to_json(record) + "\n" for record in records))
 
 
-def read_records(path: Path) -> list[Record]:
-    """Return a list of all records (results of a run) in a `.jsonl` file, which has one record in each line.
+def read_records(path: str | Path) -> list[Record]:
+    """Return a list of all records (results of a run) in a `.jsonl` file, which has one record in each line, or in a folder of
+    runs and all folders inside it, such as `runs/my_recipe`, sorted by their paths.
 
-    Raises ValueError, with the number of the line, if a record is damaged or was written by another version of smallvit.
+    Raises ValueError, with the file or the number of the line, if a record is damaged or was written by another version of
+    smallvit, and if a folder has no record.
     """
-    lines = read_bounded(Path(path), 16 * MOST_BYTES).splitlines()
+    path = Path(path)
+    if path.is_dir():
+        found = [read_record(file.parent) for file in sorted(path.rglob(RECORD))]
+        if not found:
+            raise ValueError(f"there is no {RECORD} in {path} or in a folder inside it; expected the folder of finished runs")
+        return [record for record in found if record is not None]
+    lines = read_bounded(path, 16 * MOST_BYTES).splitlines()
     return [parse(line, f"{path}, line {number} of {len(lines)}") for number, line in enumerate(lines, 1) if line.strip()]
 
 

@@ -1,5 +1,6 @@
 """Runs of reference models, for orientation beside the arms of a comparison: raw pixels, a small CNN, a pretrained ViT-S."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -41,23 +42,33 @@ def standard_references(arms: list[Run]) -> dict[str, Run]:
     """
     baseline = arms[0]
     judge = baseline.evaluators[0]
-    metric = probe_metric(judge)
     untrained = SUPERVISED | {"steps": 0, "augment": (), "ema": 0.0, "early_stop": 0}
-    neighbour, linear = knn, linear_probe_of_pixels
-    if metric is not None:
-        neighbour, linear = partial(knn, metric=metric), partial(linear_probe, standardise=False, metric=metric)
+    neighbour, linear = with_metric_of(judge, knn), with_metric_of(judge, linear_probe_of_pixels)
     pixels = replace(baseline, model=Pixels, **untrained, evaluators=(neighbour,))
     probes = (linear, *probes_for_pixels(arms))
     references = {"pixels, logistic regression": replace(pixels, evaluators=probes), "pixels, nearest neighbour": pixels}
     if baseline.steps:
         transforms = tuple(transform for transform in baseline.augment if not isinstance(transform, MultiCrop))
-        evaluators = (judge, accuracy) if function(judge) in (*METRICS, augmented_accuracy) else (accuracy,)
-        references["small CNN"] = replace(baseline, model=SmallCNN, augment=transforms, **SUPERVISED, evaluators=evaluators)
+        cnn = dict(model=SmallCNN, augment=transforms, evaluators=evaluators_of_model(judge))
+        references["small CNN"] = replace(baseline, **SUPERVISED, **cnn)
     probed = next((run for run in arms if declaration(run.evaluators[0]).probe), None)
     return references if probed is None else references | {RANDOM: replace(probed, **untrained)}
 
 
 linear_probe_of_pixels = partial(linear_probe, standardise=False)
+
+
+def evaluators_of_model(judge: Callable) -> tuple[Callable, ...]:
+    """Return the evaluators of a trained reference model, so that it has the score of the baseline. `judge` is the evaluator by
+    which the baseline is judged. If only a probe has this score, the reference model is judged by its accuracy.
+    """
+    return (judge, accuracy) if function(judge) in (*METRICS, augmented_accuracy) else (accuracy,)
+
+
+def with_metric_of(judge: Callable, probe: Callable) -> Callable:
+    """Return `probe` with the score of the evaluator `judge`, such as the balanced accuracy, if probes have this score."""
+    metric = probe_metric(judge)
+    return probe if metric is None else partial(probe, metric=metric)
 
 
 def probes_for_pixels(arms: list[Run]) -> tuple[partial, ...]:
@@ -91,8 +102,8 @@ def imagenet_vit_s(
     Pass the result to `ablate` as `extra_references`. The images keep their resolution; the patch kernel and the positions
     are resized. Enlarged images have the size of pretraining (224 pixels, 196 patches). Fine-tuning takes at most 300 steps,
     with a learning rate that falls by a quarter from block to block. Training from scratch takes as many steps. Frozen features
-    are judged by logistic regression. `name` and `file` are those of `Weights`. The names of the arms say what the weights were
-    trained on.
+    are judged by logistic regression. All have the score of the baseline, as the standard references do. `name` and `file` are
+    those of `Weights`. The names of the arms say what the weights were trained on.
     """
     kind = name.partition(".")[0]
     # the shape of the default model is written here, so that a recipe need not import timm
@@ -110,10 +121,11 @@ def imagenet_vit_s(
         layer_decay=0.75,
         clip=1.0,
         ema=0.0,
-        evaluators=None,
+        evaluators=evaluators_of_model(baseline.evaluators[0]),
     )
     tuned = baseline.vary(**SUPERVISED | settings)
-    frozen = tuned.vary(model=vit, steps=0, augment=(), layer_decay=None, early_stop=0, evaluators=(linear_probe, knn))
+    probes = (with_metric_of(baseline.evaluators[0], linear_probe), knn)
+    frozen = tuned.vary(model=vit, steps=0, augment=(), layer_decay=None, early_stop=0, evaluators=probes)
     arms = {f"{arm} (fine-tuned)": tuned, f"{arm} (frozen)": frozen}
     if upsampled:
         large = enlarged(name)

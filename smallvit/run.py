@@ -175,14 +175,20 @@ class Run:
         """Return a copy of this run with another random seed. Earlier runs that this run needs, such as pretraining, get the
         same seed. The copies of two runs that differ only in their seed are equal if both get the same seed.
         """
-        return replace(self, seed=seed, **{name: run.at_seed(seed) for name, run in self.dependencies.items()})
+        return self.throughout(lambda run: {"seed": seed})
+
+    def throughout(self, changes: "Callable[[Run], dict[str, Any]]") -> "Run":
+        """Return a copy of this run in which some settings are changed, also in the earlier runs that it needs, such as
+        pretraining. `changes` is a function that returns the new settings of each of these runs, by name.
+        """
+        return replace(self, **changes(self), **{name: run.throughout(changes) for name, run in self.dependencies.items()})
 
     @property
     def stack_key(self) -> str:
         """A fingerprint (short hash) that is equal for runs that can be trained together as one model: runs that differ only
         in their random seed, their learning rate and their number of labelled images.
         """
-        return fingerprint(replace(without_labels(self.at_seed(0)), lr=1.0))
+        return fingerprint(replace(without_seed_and_labels(self), lr=1.0))
 
     @property
     def stackable(self) -> bool:
@@ -196,14 +202,13 @@ class Run:
         """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
         new one. Earlier runs that this run needs, such as pretraining, are changed in the same way.
         """
-        dependencies = {name: run.with_steps(change) for name, run in self.dependencies.items()}
-        return replace(self, steps=change(self.steps), **dependencies)
+        return self.throughout(lambda run: {"steps": change(run.steps)})
 
     def with_data(self, data: Callable) -> "Run":
         """Return a copy of this run with another data set, which the function `data` loads. Earlier runs that this run needs,
         such as pretraining, are changed in the same way.
         """
-        return replace(self, data=data, **{name: run.with_data(data) for name, run in self.dependencies.items()})
+        return self.throughout(lambda run: {"data": data})
 
     def vary(self, **changes: Any) -> "Run":
         """Return a copy of this run with some settings changed, which are given by name. They are settings of the run, such as
@@ -314,9 +319,11 @@ def fingerprint(run: Run) -> str:
     return hashlib.sha256(json.dumps(canonical(run), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def without_labels(run: Run) -> Run:
-    """Return a copy of a run in which the number of labelled images is not set, as in all earlier runs that it needs."""
-    return replace(run, labels=None, **{name: without_labels(other) for name, other in run.dependencies.items()})
+def without_seed_and_labels(run: Run) -> Run:
+    """Return a copy of a run with seed 0 and `labels=None`. The earlier runs that it needs, such as pretraining, are changed in
+    the same way. Runs that differ only in their seed and number of labelled images become equal, so they count as one setting.
+    """
+    return run.throughout(lambda each: {"seed": 0, "labels": None})
 
 
 def canonical(run: Run) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from smallvit.attention import Attention, AttentionOutput, acts_inside_attention, check_rate, name_of
 from smallvit.attention_positions import Places, places_of
+from smallvit.optim import names_without_decay
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
 from smallvit.reduction import LayerContext
@@ -37,7 +38,8 @@ class Block(nn.Module):
              A block that must know where its tokens are is called `(x, size, mask, places) -> (x, size, places)`. It says so by
              an attribute `needs_places` that is True, or its attention has positions.
              If the module or its attention has a method `set_context`, a `ViT` calls it once with the `LayerContext` of the
-             block. If its attention has a method `start_from_positions`, it is called with the position module of the model,
+             block. A method `more_macs(n)` returns the multiply-adds of `n` tokens outside attention and MLP; without it there
+             are none. If its attention has a method `start_from_positions`, it is called with the position module of the model,
              or with None, when all weights have been drawn.
     Paper    pre-norm (`norm_first=True`) as in ViT, arXiv:2010.11929; post-norm as in Vaswani et al. 2017, arXiv:1706.03762.
 
@@ -46,7 +48,7 @@ class Block(nn.Module):
     the probability to skip a branch for a whole image (stochastic depth, arXiv:1603.09382). `layer_scale` is the initial factor
     of each channel of a branch (CaiT, arXiv:2103.17239), None for none.
 
-    Raises   ValueError for an unknown `activation`, and for a `drop_path` outside [0, 1).
+    Raises   ValueError for an unknown `activation`, and for a `drop_path` or a `dropout` outside [0, 1).
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Block(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}")
+        check_rate(dropout=dropout)
         if not mlp_ratio >= 0:
             raise ValueError(f"mlp_ratio is {mlp_ratio}; expected the hidden width of the MLP divided by dim, 0 or more")
         hidden = int(dim * mlp_ratio)
@@ -137,7 +140,8 @@ class ViT(nn.Module):
 
     Raises   ValueError for an image that the patches do not tile, heads that do not divide the width, images with another
              number of channels, `norm_after_pool` with a pool that makes its own head, a list of rates in `drop_path` with
-             another length than `depth`, a mask for a model with a reduction, or a slot that cannot be called.
+             another length than `depth`, a `dropout` outside [0, 1), a mask for a model with a reduction, or a slot that cannot
+             be called.
     """
 
     blocks: Any  # `Blocks`, a list of what the block slot makes
@@ -167,6 +171,7 @@ class ViT(nn.Module):
             channels=(channels, 1), classes=(classes, 0), dim=(dim, 1), depth=(depth, 0), heads=(heads, 1),
             registers=(registers, 0),
         )  # fmt: skip
+        check_rate(dropout=dropout)
         check_slots(tokenizer=tokenizer, attention=attention, pool=pool, block=block)
         check_slots(none=True, position=position, reduction=reduction)
         if position and acts_inside_attention(position):
@@ -186,12 +191,13 @@ class ViT(nn.Module):
         attention = with_grid(attention, grid, len(self.prefix))
         self.position = position(dim, grid, len(self.prefix)) if position else None
         self.dropout = nn.Dropout(dropout)
+        contexts = self.layer_contexts(depth, image)
         self.blocks = Blocks(
             block(dim, heads, attention, reduction(context) if reduction else None, rate)
-            for context, rate in zip(self.layer_contexts(depth, image), drop_path_rates(drop_path, depth))
+            for context, rate in zip(contexts, drop_path_rates(drop_path, depth))
         )
         check_blocks(self.blocks)
-        for made, context in zip(self.blocks, self.layer_contexts(depth, image)):
+        for made, context in zip(self.blocks, contexts):
             for part in (made, getattr(made, "attention", None)):
                 if set_context := getattr(part, "set_context", None):
                     set_context(context)
@@ -243,9 +249,7 @@ class ViT(nn.Module):
         found = {"prefix"}
         for path, module in self.named_modules():
             if module is not self:
-                names: Any = getattr(module, "no_weight_decay", ())
-                own: Any = names() if callable(names) else names
-                found.update(f"{path}.{name}" for name in own)
+                found.update(f"{path}.{name}" for name in names_without_decay(module))
         return found
 
     def tokens(self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

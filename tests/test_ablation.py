@@ -202,6 +202,13 @@ def test_tune_of_another_type_is_refused():
         ablate({"a": BASE}, tune={"lr": (3e-4, 6e-3)})
 
 
+def test_tune_is_recognized_by_its_class_and_not_by_its_name():
+    tune = type("MyTune", (Tune,), {})({"lr": (3e-4, 6e-3)})
+    assert ablate({"a": BASE}, tune=tune, references=False)[0].tune is tune
+    with pytest.raises(ValueError, match=r"expected a smallvit\.Tune"):
+        ablate({"a": BASE}, tune=type("Tune", (), {"common": True})())  # pyright: ignore[reportArgumentType]
+
+
 # Cross-validation
 
 FOLDED = partial(arrays, path="own.npz", folds=5)

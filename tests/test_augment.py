@@ -176,8 +176,10 @@ def test_apply_refuses_parts_of_different_sizes_and_transforms_that_cannot_chang
     batch = Batch(torch.rand(5, 1, 8, 8), torch.eye(5))
     with pytest.raises(ValueError, match="5 images cannot be divided into 2 equal parts"):
         augment.apply(digits(), batch, [seeded(0), seeded(1)])
-    with pytest.raises(ValueError, match="is no transform of smallvit, so it cannot change several parts at once"):
+    with pytest.raises(ValueError, match="cannot change several parts of a batch at once"):
         augment.apply([lambda batch, generator: batch], Batch(torch.rand(4, 1, 8, 8), torch.eye(4)), [seeded(0), seeded(1)])
+    with pytest.raises(ValueError, match=r"MultiCrop.* cannot change several parts of a batch at once"):
+        augment.apply(augment.digit_crops(), Batch(torch.rand(4, 1, 8, 8), torch.eye(4)), [seeded(0), seeded(1)])
 
 
 def test_apply_returns_tensors_that_gradients_can_flow_through():

@@ -15,7 +15,7 @@ from toys import TINY_VIT, slow_after
 from smallvit import DINO, ArmRun, PatchEmbed, Run, SemiSupervised, ViT, ablate, augment
 from smallvit.__main__ import main
 from smallvit.flops import footprint
-from smallvit.launch import autotune, launch
+from smallvit.launch import autotune, launch, plan
 from smallvit.numerics import DEFAULT, Numerics
 from smallvit.record import WEIGHTS, read_record
 from smallvit.train import fit, fit_stacked, loop
@@ -281,7 +281,22 @@ def test_bf16_is_not_excluded_by_its_own_rounding(monkeypatch):
     variants = [DEFAULT, Numerics(kernel="fused"), Numerics(precision="bf16")]
     times, texts = autotune.race(variants, lambda variant: [autotune.begun(SHORT, variant, "cpu")], [12])
     assert {DEFAULT, Numerics(kernel="fused")} <= times.keys() and not any("losses" in text for text in texts)
-    assert torch.get_num_threads() == 1
+
+
+def test_measuring_computes_in_one_thread_and_restores_the_number_of_threads(monkeypatch):
+    seen = []
+    monkeypatch.setattr(autotune, "race", lambda *given: seen.append(torch.get_num_threads()) or ({DEFAULT: 1.0}, []))
+    monkeypatch.setattr(plan, "begun", lambda *given: seen.append(torch.get_num_threads()) or 1 / 0)
+    entry = ArmRun(run=SHORT, arm="scratch")
+    torch.set_num_threads(2)
+    try:
+        autotune.measure([entry], [(SHORT, 1)], 1, "cpu", {"stack": 1, "compiled": False})
+        with pytest.raises(ZeroDivisionError):
+            plan.estimate(SHORT, "cpu")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 1]
 
 
 # The command line

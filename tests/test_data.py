@@ -177,7 +177,7 @@ def test_images_give_pixels_targets_and_normalized_batches():
     assert train.targets(index).shape == (3, 10) and train.targets(index).argmax(1).equal(train.labels[index])
     assert train.take(index).images.equal(train.images[index])
     images, labels = (torch.cat(parts) for parts in zip(*train.batches(100)))
-    assert images.equal(train.spec.normalise(train.pixels())) and labels.equal(train.labels)
+    assert images.equal(train.spec.normalize(train.pixels())) and labels.equal(train.labels)
     assert list(train.take(slice(0)).batches()) == []
     with pytest.raises(ValueError, match="size=-1"):
         list(train.batches(-1))
@@ -185,10 +185,10 @@ def test_images_give_pixels_targets_and_normalized_batches():
 
 def test_black_background_stays_zero_and_photos_get_mean_0_and_std_1(tmp_path):
     spec = data.digits().spec
-    assert spec.normalise(torch.zeros(1, 1, 8, 8)).eq(0).all() and spec.digits
+    assert spec.normalize(torch.zeros(1, 1, 8, 8)).eq(0).all() and spec.digits
     assert spec.std == pytest.approx((data.digits().train.pixels().std().item(),), rel=1e-3)
     photos = data.arrays(write_archive(tmp_path, shape=(20, 6, 5, 3))).train
-    normalized = photos.spec.normalise(photos.pixels())
+    normalized = photos.spec.normalize(photos.pixels())
     torch.testing.assert_close(normalized.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(normalized.std((0, 2, 3), correction=0), torch.ones(3))
 
@@ -210,8 +210,8 @@ def images_like_digits(**changes):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: data.digits().spec.normalise(torch.zeros(2, 3, 8, 8)), "expected floats in"),
-        (lambda: data.digits().spec.normalise(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)), "expected floats in"),
+        (lambda: data.digits().spec.normalize(torch.zeros(2, 3, 8, 8)), "expected floats in"),
+        (lambda: data.digits().spec.normalize(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)), "expected floats in"),
         (lambda: replace(data.digits().spec, std=(0.0,)), "1 means and standard deviations above 0"),
         (lambda: replace(data.digits().spec, std=(float("nan"),)), "1 means and standard deviations above 0"),
         (lambda: replace(data.digits().spec, mean=(0.0, 0.0)), "1 means and standard deviations above 0"),
@@ -325,7 +325,7 @@ def test_constant_channel_is_normalized_to_zero(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (20, 6, 5, 4), np.uint8)
     images[..., 3] = 255
     train = data.arrays(write_archive(tmp_path, train_images=images, test_images=images)).train
-    assert train.spec.normalise(train.pixels())[:, 3].eq(0).all()
+    assert train.spec.normalize(train.pixels())[:, 3].eq(0).all()
 
 
 BYTES, FLOATS, LABELS = np.zeros((20, 6, 5), np.uint8), np.zeros((20, 6, 5)), np.arange(20)
@@ -617,7 +617,7 @@ def files_in_order(folder):
 def test_preprocess_of_paths_and_pil_images_equals_the_pixels_of_folder(tmp_path, channels, options):
     dataset = data.folder(str(write_images(tmp_path, channels)), **options)
     preprocess, files = Preprocess.from_spec(dataset.spec), files_in_order(tmp_path)
-    expected = dataset.spec.normalise(dataset.train.pixels())
+    expected = dataset.spec.normalize(dataset.train.pixels())
     assert torch.equal(preprocess(files), expected) and torch.equal(preprocess([Image.open(file) for file in files]), expected)
     for file, image in zip(files, expected):
         assert torch.equal(preprocess(str(file)), image[None])
@@ -627,7 +627,7 @@ def test_preprocess_of_paths_and_pil_images_equals_the_pixels_of_folder(tmp_path
 def test_preprocess_turns_photos_upright_as_folder_does(tmp_path):
     dataset = data.folder(str(write_rotated_photos(tmp_path)))
     preprocess, files = Preprocess.from_spec(dataset.spec), files_in_order(tmp_path)
-    assert torch.equal(preprocess(files), dataset.spec.normalise(dataset.train.pixels()))
+    assert torch.equal(preprocess(files), dataset.spec.normalize(dataset.train.pixels()))
     assert torch.equal(preprocess(Image.open(files[0])), preprocess(files[0]))
 
 
@@ -637,7 +637,7 @@ def test_preprocess_of_arrays_and_tensors_equals_the_normalized_data_set(name, t
         train = data.arrays(write_archive(tmp_path, (20, 6, 5, 3))).train
     else:
         train = (data.digits() if name == "digits" else data.mnist(str(ROOT))).train.take(slice(50))
-    preprocess, expected = Preprocess.from_spec(train.spec), train.spec.normalise(train.pixels())
+    preprocess, expected = Preprocess.from_spec(train.spec), train.spec.normalize(train.pixels())
     bytes_last = train.images.permute(0, 2, 3, 1).numpy()
     floats_last = train.pixels().permute(0, 2, 3, 1).numpy()
     batches = [train.images, train.pixels(), bytes_last, floats_last, floats_last.astype(np.float64), list(train.images)]

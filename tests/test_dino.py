@@ -535,6 +535,19 @@ def test_the_patch_teacher_starts_equal_gets_no_gradient_and_follows():
         torch.testing.assert_close(teacher, old + 0.5)
 
 
+def test_losses_are_computed_in_full_precision_inside_autocast():
+    """In bf16, KoLeo would take other features for the nearest ones."""
+    losses = []
+    for koleo in (0.0, 1.0):
+        dino, batch = make_dino(koleo=koleo), make_batch(b=32, local=0)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(dino(batch, 0.5)["loss"])
+        torch.clear_autocast_cache()
+    features = dino.observed.features.float()
+    expected = sum(KoLeoLoss()(x) for x in features.split(32)) / 2
+    assert losses[0].dtype == torch.float32 and (losses[1] - losses[0]).item() == pytest.approx(expected.item(), abs=1e-4)
+
+
 @pytest.mark.parametrize("pool", [MeanTokens, partial(Projected, pool=MeanTokens, hidden=16)], ids=["mean", "projected"])
 def test_the_patch_term_works_with_other_pools_and_half_precision(pool):
     dino = make_dino(partial(VIT, pool=pool), **PATCHES, neighbours=1, settle=0.0, bank=16, koleo=0.1)

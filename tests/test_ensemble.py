@@ -94,7 +94,7 @@ def test_a_trained_ensemble_is_loaded_predicts_and_is_exported(tmp_path):
     record = fit(SHORT, tmp_path / "run")
     trained, test = load(tmp_path / "run"), digits().test.open()
     assert record.params == 3 * sum(p.numel() for p in trained.model.members[0].parameters())
-    x = test.spec.normalise(test.pixels(slice(None)))
+    x = test.spec.normalize(test.pixels(slice(None)))
     members = sum(F.softmax(member(x), -1) for member in trained.model.members) / 3
     assert (members.argmax(1) == test.labels).float().mean().item() == pytest.approx(record.test["accuracy"], abs=1e-6)
     assert_close(torch.as_tensor(trained.predict_proba(test.images[:9])), members[:9], atol=1e-5)

@@ -125,7 +125,7 @@ def test_the_example_of_the_documentation_is_an_evaluator(vit, splits):
 def test_accuracy_and_nll_are_those_of_sklearn(vit, splits):
     found = dict(accuracy(vit, splits))
     with torch.no_grad():
-        logits = vit.eval()(splits.test.spec.normalise(splits.test.pixels()))
+        logits = vit.eval()(splits.test.spec.normalize(splits.test.pixels()))
     labels = splits.test.labels.numpy()
     assert list(found) == ["accuracy", "nll"]
     assert found["accuracy"] == accuracy_score(labels, logits.argmax(1).numpy())
@@ -140,12 +140,12 @@ def test_augmented_accuracy_is_that_of_the_mean_of_the_probabilities(vit, splits
     transforms, copies = augment.digits(1.5), 3
     images, labels = splits.test, splits.test.labels
     with torch.no_grad():
-        mean = vit.eval()(images.spec.normalise(images.pixels())).double().softmax(1)
+        mean = vit.eval()(images.spec.normalize(images.pixels())).double().softmax(1)
         for seed in range(copies):
             batch = augment.Batch(images.pixels(), images.targets())
             changed = augment.apply(transforms, batch, torch.Generator().manual_seed(seed)).images
             assert not torch.equal(changed, batch.images)
-            mean += vit(images.spec.normalise(changed)).double().softmax(1)
+            mean += vit(images.spec.normalize(changed)).double().softmax(1)
     found = dict(augmented_accuracy(vit, splits, augment=transforms, copies=copies))
     assert list(found) == ["augmented_accuracy", "augmented_nll"]
     assert found["augmented_accuracy"] == accuracy_score(labels.numpy(), mean.argmax(1).numpy())
@@ -249,7 +249,7 @@ def test_values_that_are_not_one_for_each_image_are_refused(values):
 
 def test_accuracy_and_probes_say_which_images_are_right(vit, splits):
     with torch.no_grad():
-        predicted = vit.eval()(splits.test.spec.normalise(splits.test.pixels())).argmax(1)
+        predicted = vit.eval()(splits.test.spec.normalize(splits.test.pixels())).argmax(1)
     first = {name: next(EVALUATORS[name](vit, splits))[1] for name in ("accuracy", "knn", "linear_probe")}
     first["few_shot"] = next(few_shot(vit, splits, shots=5, draws=1))[1]
     assert np.array_equal(first["accuracy"].values, predicted == splits.test.labels)
@@ -290,7 +290,7 @@ def test_the_model_is_bitwise_unchanged(evaluator, kind, splits, request):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in model.parameters()) and [p.requires_grad for p in model.parameters()] == trainable
     assert torch.equal(generator, torch.get_rng_state())
-    model.train()(splits.test.spec.normalise(splits.test.pixels(slice(0, 4)))).sum().backward()  # training goes on
+    model.train()(splits.test.spec.normalize(splits.test.pixels(slice(0, 4)))).sum().backward()  # training goes on
     assert kind != "cnn" or any("running_mean" in name for name in before)
 
 
@@ -343,7 +343,7 @@ def test_cost_is_that_of_a_forward_pass(kind, splits):
     assert all(type(value) is float for value in found.values()) and found["ms"] > 0 and found.get("speedup", 1) > 0
     model.eval()
     if kind == "thresholds":
-        images = splits.test.spec.normalise(splits.test.pixels())
+        images = splits.test.spec.normalize(splits.test.pixels())
         tokens = seen_tokens(model, images)
         macs = np.array([sum(closed_form(model, rows).values()) for rows in tokens.tolist()])
         assert len(macs) == 500 and found["macs"] == pytest.approx(macs.mean())

@@ -50,7 +50,7 @@ def noise(n=6, channels=1, size=(8, 8)) -> Images:
 
 
 def inputs(images: Images) -> torch.Tensor:
-    return images.spec.normalise(images.pixels())
+    return images.spec.normalize(images.pixels())
 
 
 def vit(channels=1, size=(8, 8), **options) -> ViT:
@@ -368,7 +368,7 @@ def test_arrays_and_tensors_are_normalized_by_their_spec():
     floats = (raw / 255).astype(np.float32)
     for array in (raw, images.images, raw[:, 0], raw / 255, floats, images.pixels(), raw[::-1][::-1]):
         assert close(FeatureExtractor(model, spec=images.spec).fit_transform(array), expected)
-    extractor = FeatureExtractor(model, spec="normalised")
+    extractor = FeatureExtractor(model, spec="normalized")
     for array in (normalized, normalized[:, 0], normalized.double().numpy()):
         assert close(extractor.transform(array), expected)
     assert not np.allclose(extractor.transform(raw / 255), expected, atol=1e-2)
@@ -403,10 +403,10 @@ IMAGES, BYTES = np.zeros((5, 1, 8, 8)), np.zeros((5, 1, 8, 8), np.uint8)
         (np.zeros((5, 64)), {}, r"got shape \(5, 64\); expected Images, or an array or tensor n c h w or n h w; reshape"),
         ([[0.0] * 64], {}, "got a list; expected Images"),
         (DataFrame(), {}, "got a DataFrame; expected Images"),
-        (IMAGES, {"spec": None}, "spec=None; expected the DataSpec .* or 'normalised'"),
-        (BYTES, {"spec": None}, "spec=None; expected the DataSpec .* or 'normalised'"),
+        (IMAGES, {"spec": None}, "spec=None; expected the DataSpec .* or 'normalized'"),
+        (BYTES, {"spec": None}, "spec=None; expected the DataSpec .* or 'normalized'"),
         (IMAGES, {"spec": "mnist"}, "spec='mnist'; expected the DataSpec"),
-        (BYTES, {"spec": "normalised"}, "torch.uint8 with spec='normalised'; expected floats"),
+        (BYTES, {"spec": "normalized"}, "torch.uint8 with spec='normalized'; expected floats"),
         (IMAGES + 255.0, {}, r"from 255 to 255; pass uint8 .*; expected pixels in \[0, 1\]"),
         (IMAGES - 0.1, {}, r"expected pixels in \[0, 1\]"),
         (IMAGES + np.nan, {}, r"expected pixels in \[0, 1\]"),
@@ -449,11 +449,12 @@ def test_the_extractor_is_a_scikit_learn_estimator():
     assert extractor.get_params() == extractor.get_params(deep=False) == params
     other = clone(extractor.fit(noise()))
     assert other is not extractor and other.get_params() == params and other.model is model
-    assert not hasattr(other, "n_features_out_")
+    with pytest.raises(ValueError, match="not fitted yet"):
+        other.get_feature_names_out()
     assert extractor.set_params(layers=2, of="both") is extractor
     assert extractor.get_params() == params | {"layers": 2, "of": "both"}
     assert other.of == "mean" and extractor.set_params() is extractor
-    with pytest.raises(ValueError, match="FeatureExtractor has no depth; expected some of model, of, layers"):
+    with pytest.raises(ValueError, match=r"Invalid parameter 'depth'.*Valid parameters are: .*'layers', 'model'"):
         extractor.set_params(depth=3, of="mean")
     assert extractor.of == "both"
     check_is_fitted(extractor)
@@ -476,10 +477,16 @@ def test_checks_of_scikit_learn(check):
 
 def test_names_of_the_features_are_known_after_fit():
     extractor = FeatureExtractor(vit(), of="both")
-    with pytest.raises(ValueError, match=r"call fit\(images\) first"):
+    with pytest.raises(ValueError, match="Call 'fit'"):
         extractor.get_feature_names_out()
     names = extractor.fit(noise()).get_feature_names_out()
     assert names.tolist() == [f"featureextractor{i}" for i in range(32)] and names.dtype == object
+
+
+def test_a_pipeline_with_the_extractor_returns_tables():
+    pipeline = make_pipeline(FeatureExtractor(vit(), spec=noise().spec), StandardScaler()).set_output(transform="pandas")
+    table = pipeline.fit_transform(noise().images.numpy())
+    assert [*table.columns] == [f"featureextractor{i}" for i in range(16)] and len(table) == len(noise())
 
 
 def test_the_extractor_works_in_a_pipeline_and_a_search():

@@ -612,7 +612,7 @@ def test_float_pixels_keep_all_bits(tmp_path):
             stored = torch.from_numpy(np.array(Image.open(tmp_path / file)).astype(np.float32))[None].expand(3, -1, -1)
         scale = 1 if "float" in file else 255 if "bytes" in file else 65535
         torch.testing.assert_close(pixels, stored / scale, atol=1e-7, rtol=0)
-    normalized = train.spec.normalise(train.pixels())
+    normalized = train.spec.normalize(train.pixels())
     torch.testing.assert_close(normalized.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(normalized.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-5, rtol=0)
 
@@ -621,7 +621,7 @@ def test_float_pixels_keep_all_bits(tmp_path):
 def test_prediction_on_files_gives_exactly_the_training_pixels(tmp_path, options):
     train = data.folder(str(write_deep_images(tmp_path)), **options, folds=2, pixels="float").train
     preprocess = Preprocess.from_dict(Preprocess.from_spec(train.spec).to_dict())
-    assert preprocess.dtype == "float32" and torch.equal(preprocess([tmp_path / f for f in train.files]), train.spec.normalise(train.pixels()))
+    assert preprocess.dtype == "float32" and torch.equal(preprocess([tmp_path / f for f in train.files]), train.spec.normalize(train.pixels()))
     assert train.pixels().min() >= 0 and train.pixels().max() <= 1, "bicubic resizing must not leave the range of an image"
     arrays = train.pixels().permute(0, 2, 3, 1).numpy()
     assert torch.equal(preprocess(arrays), preprocess(train.pixels()))

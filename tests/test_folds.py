@@ -68,6 +68,13 @@ def test_hash_of_a_data_set_depends_on_the_division_into_groups_and_not_on_their
     assert pool(labels, folds=2).sha256 not in hashes
 
 
+def test_images_are_drawn_from_a_fold_and_not_from_all_images():
+    dataset = pool([i % 3 for i in range(60)], folds=4)
+    with pytest.raises(ValueError, match=r"divided into 4 folds, .* take the fold of a run first: data.at_seed\(5\)"):
+        dataset.subset(labels=None, val=6, seed=5)
+    assert len(dataset.at_seed(5).subset(labels=None, val=6, seed=5).train) == 60 - 15 - 6
+
+
 def test_folds_are_those_of_scikit_learn():
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
@@ -82,7 +89,7 @@ def test_folds_are_those_of_scikit_learn():
 def test_normalization_uses_the_training_images_of_the_fold():
     for seed in range(3):
         part = pool([i % 2 for i in range(60)], folds=3).at_seed(seed)
-        normalized = part.spec.normalise(part.train.pixels())
+        normalized = part.spec.normalize(part.train.pixels())
         assert abs(normalized.mean()) < 1e-5 and abs(normalized.std(correction=0) - 1) < 1e-5
         assert part.spec == part.train.spec == part.test.open().spec
 

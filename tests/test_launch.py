@@ -29,7 +29,7 @@ from smallvit.launch.plan import parallel
 from smallvit.launch.results import Damaged, Killed, folder, recall, record_failure, tags
 from smallvit.launch.scheduler import Scheduler, dependencies_first
 from smallvit.recipe import load_recipe
-from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, read_record, user_line
+from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, read_record, read_records, user_line
 from smallvit.train import checkpoint
 from smallvit.train.fit import new_record
 
@@ -139,6 +139,24 @@ def test_run_that_several_conditions_share_is_trained_once_and_each_has_its_reco
     again = launch(entries, tmp_path, recipe="test", jobs=1, show=new.append)
     assert len(new) == 6 and again == records
     assert [recall(entry, tmp_path, "test") for entry in entries] == records
+
+
+def test_records_are_read_from_a_folder_of_runs(tmp_path):
+    runs = ablate({"scratch": SHORT, "other": SHORT.vary(lr=2e-3)}, labels=[50], seeds=[0, 1], references=False)
+    records = launch(runs, tmp_path, recipe="test", jobs=1)
+    found = read_records(tmp_path / "test")
+    assert [(r.arm, r.seed) for r in found] == [("other", 0), ("other", 1), ("scratch", 0), ("scratch", 1)]
+    assert sorted(found, key=lambda r: r.fingerprint) == sorted(records, key=lambda r: r.fingerprint)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no record.json in .*empty.*; expected the folder of finished runs"):
+        read_records(tmp_path / "empty")
+
+
+def test_launching_leaves_the_environment_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    assert [record.threads for record in launch([ENTRY], tmp_path, recipe="test", jobs=1)] == [1]
+    assert dict(os.environ) == before
 
 
 def test_run_without_test_images_has_no_test_score(tmp_path):

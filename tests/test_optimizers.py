@@ -41,6 +41,7 @@ from smallvit import (
     digits,
     fingerprint,
     fit,
+    load_recipe,
     rebuild,
 )
 from smallvit.numerics import Numerics
@@ -653,6 +654,35 @@ def test_optimizer_of_your_own_is_a_subclass():
         training.train_step()
     one, other = (training.objective.state_dict() for training in trainings)
     assert all(torch.allclose(one[name], other[name], atol=1e-7) for name in one)
+
+
+OWN = '''"""Is plain gradient descent worse?"""
+from functools import partial
+import torch
+from smallvit import Optimizer, PatchEmbed, Run, ViT, ablate, digits
+
+class SGD(Optimizer, torch.optim.SGD):
+    """Gradient descent with momentum."""
+    passes, averages = 1, False
+
+    def __init__(self, groups, *, momentum: float = 0.9):
+        super().__init__(groups, momentum=momentum)
+
+    def initial_state(self, group, index):
+        return {"momentum_buffer": torch.zeros_like(group["params"][index])}
+
+vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2)
+adam = Run(data=digits, model=vit, steps=3, batch=8)
+RUNS = ablate({"AdamW": adam, "SGD": adam.vary(optimizer=SGD, lr=0.05)}, labels=[50], seeds=range(2), references=False)
+'''
+
+
+def test_optimizer_of_your_own_may_inherit_from_the_base_class_alone(tmp_path):
+    (tmp_path / "descent.py").write_text(OWN)
+    runs = [entry.run for entry in load_recipe(tmp_path / "descent.py").RUNS if entry.arm == "SGD"]
+    alone = [fit(run, tmp_path / f"{run.seed}") for run in runs]
+    together = fit_stacked(runs, [tmp_path / f"stacked {run.seed}" for run in runs])
+    assert [record.curve[-1][1] for record in together] == pytest.approx([record.curve[-1][1] for record in alone], abs=1e-4)
 
 
 REFUSED = [

@@ -87,7 +87,7 @@ def test_attention_figure_has_columns_for_each_head_their_mean_and_rollout(n, ch
 @pytest.mark.parametrize("query", [None, (1, 4)])
 def test_attention_is_drawn_at_full_size_and_brighter_where_it_is_larger(options, query):
     model, images = make_vit(**options), random_images(2, value=0)
-    x = images.spec.normalise(images.pixels())
+    x = images.spec.normalize(images.pixels())
     heads = patch_attention(model, x, block=2, query=query)
     expected = [*heads.unbind(1), heads.mean(1), rollout(model, x, query=query)]
     axes = np.array(attention_figure(model, images, query=query).axes).reshape(2, 5)
@@ -397,7 +397,7 @@ def test_reconstruction_shows_the_image_its_visible_patches_and_the_reconstructi
     figure = reconstruction_figure(mae, images, seed=3)
     assert titles(figure) == ["image", "visible", "reconstructed", "reconstructed, given\nmean and std"][: 3 + normalise]
     axes = np.array(figure.axes).reshape(2, -1)
-    result = mae.reconstruct(images.spec.normalise(images.pixels()), seed=3)
+    result = mae.reconstruct(images.spec.normalize(images.pixels()), seed=3)
     for image, row in enumerate(axes):
         raw = images.images[image].permute(1, 2, 0).expand(-1, -1, 3).numpy() / 255
         hidden = result.mask[image, 0].numpy()

@@ -163,7 +163,7 @@ def test_distillation_token_and_its_head_change_no_other_initial_weight():
 
 def test_features_of_two_tokens_have_the_usual_names(data):
     model = TWO(registers=1).eval()
-    tokens = model.tokens(SPEC.normalise(data.images / 255))[0].detach()
+    tokens = model.tokens(SPEC.normalize(data.images / 255))[0].detach()
     mean = tokens[:, 3:].mean(1)
     for of, expected in {
         "head": tokens[:, :2].flatten(1),

@@ -218,7 +218,12 @@ def test_draw_that_drops_every_patch_keeps_the_most_probable_one(pool, registers
 
 @pytest.mark.parametrize(
     ("options", "key_words"),
-    [(dict(keep=0.0), "keep is 0.0; expected a fraction"), (dict(layers=(9,)), r"layers is \(9,\); expected different")],
+    [
+        (dict(keep=0.0), "keep is 0.0; expected a fraction"),
+        (dict(keep="0.5"), "keep is '0.5'; expected a fraction"),
+        (dict(keep=2.0, layers=()), "keep is 2.0; expected a fraction"),  # also in blocks that keep all patches
+        (dict(layers=(9,)), r"layers is \(9,\); expected different"),
+    ],
 )
 def test_bad_input_is_refused(options, key_words):
     with pytest.raises(ValueError, match=key_words):

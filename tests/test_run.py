@@ -322,7 +322,7 @@ def test_runs_with_equal_settings_are_equal():
 
 COMPONENTS = {
     name for name, home in smallvit.HOME.items() if home in MODULES and (home not in VALUE_MODULES or name == "Weights")
-} - {"Preprocess", "Objective"}
+} - {"FeatureExtractor", "Objective", "Preprocess"}
 TRANSFORMS = [value for value in vars(augment).values() if isinstance(value, type) and is_dataclass(value)]
 
 

@@ -391,7 +391,7 @@ def test_each_stream_is_its_own():
     pixels = Batch(semi.pool.pixels(index), torch.zeros(24, 10))
     for number, transforms in enumerate((WEAK, STRONG)):
         generator = torch.Generator().manual_seed(stream(seed, "view", f"1/{number}"))
-        expected = semi.spec.normalise(apply(transforms, pixels, generator).images)
+        expected = semi.spec.normalize(apply(transforms, pixels, generator).images)
         assert torch.equal(batch.views[number], expected)
 
 

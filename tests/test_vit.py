@@ -618,6 +618,8 @@ def test_initial_weights_have_the_documented_spread():
         (lambda: ViT((8, 8), "1", 10), "channels is '1'; expected an integer of at least 1"),
         (lambda: ViT((8, 8), 1, -1), "classes is -1; expected an integer of at least 0"),
         (lambda: small_vit(block=partial(Block, mlp_ratio=-1)), "mlp_ratio is -1; expected the hidden width"),
+        (lambda: small_vit(block=partial(Block, dropout=1.0)), "dropout is 1.0; expected a probability"),
+        (lambda: small_vit(dropout=1.0), "dropout is 1.0; expected a probability"),
         (lambda: small_vit(attention=partial(Attention, dropout=1.5)), "dropout is 1.5; expected a probability"),
         (lambda: small_vit().tokens(torch.randn(1, 1, 8, 8), keep=torch.tensor([[0, 4]])), "indices from 0 to 4; expected 0 to 3"),
         (lambda: small_vit().tokens(torch.randn(1, 1, 8, 8), keep=torch.tensor([[-1]])), "indices from -1 to -1"),

@@ -29,6 +29,8 @@ from smallvit import (
     ViT,
     Weights,
     ablate,
+    accuracy,
+    balanced_accuracy,
     compare,
     describe,
     digits,
@@ -36,7 +38,9 @@ from smallvit import (
     fit,
     html,
     imagenet_vit_s,
+    knn,
     like,
+    linear_probe,
     load,
     markdown,
     rebuild,
@@ -581,5 +585,10 @@ def test_pretrained_references_are_named_by_their_training_data():
     assert [model.norm.weight.shape[0] for model in models] == [384] * 5 + [192] * 5 + [768] * 5
     resizing = [(m.tokenizer.size, m.tokenizer.interpolation) for m in models if hasattr(m.tokenizer, "interpolation")]
     assert resizing == [(224, "bicubic")] * 4 + [(224, "bilinear")] * 2, "as in timm's configuration of the weights"
+    judged = scratch.vary(evaluators=(balanced_accuracy, accuracy))
+    of_arms = [run.evaluators for run in imagenet_vit_s(judged).values()]
+    assert of_arms[0] == of_arms[2] == (balanced_accuracy, accuracy), "the score of the baseline"
+    assert describe(of_arms[1][0]) == describe(partial(linear_probe, metric="balanced_accuracy"))
+    assert [run.evaluators for run in arms.values()][:2] == [(accuracy,), (linear_probe, knn)]
     with pytest.raises(ValueError, match="is the name of an extra reference and of an arm"):
         ablate({"scratch": scratch, "ViT-S from scratch": scratch.vary(lr=1.0)}, extra_references=arms)

@@ -109,7 +109,8 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
     unknown = [transform for transform in transforms if len(generators) > 1 and not changes_parts(transform)]
     if unknown:
         raise ValueError(
-            f"{unknown[0]!r} is no transform of smallvit, so it cannot change several parts at once; expected one generator"
+            f"{unknown[0]!r} cannot change several parts of a batch at once; expected one generator, or only transforms of "
+            "smallvit other than MultiCrop"
         )
     changed = batch
     with torch.inference_mode():  # records nothing for gradients, which makes small operations faster
@@ -123,7 +124,7 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
 
 def changes_parts(transform: Augmentation) -> bool:
     """Return whether a transform can change several parts of a batch at once, each with its own random numbers. Those of this
-    package can. A `Transform` of somebody else could mix images of different parts.
+    package can, except for `MultiCrop`. A `Transform` of somebody else could mix images of different parts.
     """
     return isinstance(transform, Transform) and type(transform).__module__.startswith("smallvit.augment.")
 

@@ -46,8 +46,9 @@ def strong_digits(strength: float = 1.0) -> tuple[Augmentation, ...]:
     in semi-supervised learning: its deformations with 1.25 times the strength, and a black rectangle in half of the images.
     `strength` scales all of these changes, from 0 (off) to 1.2.
 
-    The rectangle covers at most 0.12 of the image's area, so that an 8 rarely becomes a 3. There are no flips, no inverted
-    images and no large shifts, which the usual strong transforms for photos have: they make other digits or cut digits off.
+    The rectangle covers at most about 0.12 of the image's area (its sides are whole pixels), so that an 8 rarely becomes a 3.
+    There are no flips, no inverted images and no large shifts, which the usual strong transforms for photos have: they make
+    other digits or cut digits off.
     """
     _check_strength("strong_digits", strength, 1.2, UNREADABLE)
     return (*digits(1.25 * strength), RandomErasing(probability=0.5 * min(strength, 1), area=(0.02, 0.12)))

@@ -276,8 +276,14 @@ class Dataset:
         are taken. Where images have groups, whole groups are used for validation, so that the number of validation images may
         differ a little from `val`.
 
-        Raises    ValueError if there are fewer images than requested, or a class has too few images for a balanced subset.
+        Raises    ValueError if there are fewer images than requested, if a class has too few images for a balanced subset, or
+                  if the data set is still divided into folds: `at_seed` takes one.
         """
+        if self.folds:
+            raise ValueError(
+                f"{self.spec.name} is divided into {self.folds} folds, and the test images are among the training images; "
+                f"take the fold of a run first: data.at_seed({seed}).subset(...)"
+            )
         source = self.train if self.val is None else self.val
         for name, count, most in (("labels", labels, len(self.train)), ("val", val, len(source))):
             if count is not None and (not isinstance(count, int) or not 0 <= count <= most):

@@ -49,7 +49,7 @@ class DataSpec:
                 f"{self.name}: expected {self.channels} means and standard deviations above 0, got {self.mean} and {self.std}"
             )
 
-    def normalise(self, pixels: Tensor) -> Tensor:
+    def normalize(self, pixels: Tensor) -> Tensor:
         """Return normalized images, (pixels - mean) / std, which are the input of a model. `pixels` are floats in [0, 1] of
         shape (batch, channels, height, width), with any height and width.
         """
@@ -230,7 +230,7 @@ class Images:
             raise ValueError(f"a batch needs at least 1 image, got size={size}")
         for start in range(0, len(self), size):
             index = slice(start, start + size)
-            yield self.spec.normalise(self.pixels(index, device)), self.labels[index].to(device)
+            yield self.spec.normalize(self.pixels(index, device)), self.labels[index].to(device)
 
 
 def joined(first: Images, second: Images | None) -> Images:

@@ -205,8 +205,7 @@ def on_all_images(run: Run) -> Run:
     """Return a copy of `run` that trains on all images of its data set. Only a run with early stopping keeps validation images.
     Earlier runs that this run needs, such as pretraining, are changed in the same way.
     """
-    dependencies = {name: on_all_images(other) for name, other in run.dependencies.items()}
-    return replace(run, labels=None, val=run.val if run.early_stop else 0, **dependencies)
+    return run.throughout(lambda each: {"labels": None, "val": each.val if each.early_stop else 0})
 
 
 def trained(run: Run, data: Dataset, folder: Path, device: str) -> Training:

@@ -4,7 +4,7 @@ scores.py    accuracy, augmented_accuracy, cost: run the model itself; predictio
 metrics.py   balanced_accuracy, macro_f1, auc, log_loss, calibration: other metrics of the model itself
 probes.py    knn, linear_probe, few_shot: train a simple classifier on frozen features
 hooks.py     features: the features of a model, read at a named place
-features.py  FeatureExtractor: the features as a scikit-learn transformer
+extractor.py FeatureExtractor: the features as a scikit-learn transformer
 splits.py    Splits: the labelled images that an evaluator receives; PerImage: a score that is a mean over images
 declare.py   evaluator, declaration: what an evaluator declares about itself
 cache.py     cached_features: evaluators of the same model share its features
@@ -40,14 +40,18 @@ Contract of `evaluator(model, splits, **options)`:
   the defaults.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .cache import cached_features
 from .declare import Declaration, declaration, evaluator
-from .features import FeatureExtractor
 from .hooks import features, frozen
 from .metrics import METRICS, auc, balanced_accuracy, calibration, confusion, log_loss, macro_f1, probe_metric, reliability
 from .probes import few_shot, knn, linear_probe
 from .scores import accuracy, augmented_accuracy, cost, predictions
 from .splits import NamedScores, PerImage, Splits, require_images
+
+if TYPE_CHECKING:
+    from .extractor import FeatureExtractor
 
 __all__ = [
     "METRICS",
@@ -78,3 +82,11 @@ __all__ = [
     "reliability",
     "require_images",
 ]
+
+
+def __getattr__(name: str) -> Any:  # imported at first use, because its file imports scikit-learn
+    if name != "FeatureExtractor":
+        raise AttributeError(f"smallvit.evaluate has no {name!r}; it offers {', '.join(__all__)}")
+    from .extractor import FeatureExtractor
+
+    return FeatureExtractor

@@ -48,7 +48,7 @@ def compute_logits(model: nn.Module, images: Images, augment: Sequence[Augmentat
             changed = apply(augment, batch, generator)
             if changed.views or not torch.equal(changed.targets, batch.targets):
                 raise ValueError("a transform changes the targets or makes several views; expected such as augment.digits()")
-            part = model(images.spec.normalise(changed.images).to(reference)).float()
+            part = model(images.spec.normalize(changed.images).to(reference)).float()
             if part.shape != batch.targets.shape:
                 raise ValueError(
                     f"{type(model).__name__} gives {tuple(part.shape)} for {len(batch.images)} images; expected a logit for"

@@ -41,9 +41,9 @@ def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
     patches) for each block. A row holds the shares of all patches in one token; a token that was merged from two patches has a
     share of 0.5 of each. `images` are normalized pixels.
 
-    Rows sum to 1, or to 0 for a prefix token. `maps[i] @ shares[i][:, None]` is attention to patches, shape (batch, heads,
-    tokens, patches). It divides the attention to a merged token among its patches, in proportion to how much of each it
-    contains (equal parts for `Merge`). The column of a pruned patch is 0.
+    Rows sum to 1, or to 0 for a prefix token or a token of size 0. `maps[i] @ shares[i][:, None]` is attention to patches,
+    shape (batch, heads, tokens, patches). It divides the attention to a merged token among its patches, in proportion to how
+    much of each it contains (equal parts for `Merge`). The column of a pruned patch is 0.
 
     Raises   ValueError as `attention_maps` and `trace` do.
     """

@@ -43,7 +43,7 @@ def attention_figure(model: nn.Module, images: Images, *, block: int = -1, query
     import numpy as np
 
     check_spec(images)
-    x = images.spec.normalise(images.pixels())
+    x = images.spec.normalize(images.pixels())
     heads = patch_attention(model, x, block=block, query=query)
     maps = [*heads.unbind(1), heads.mean(1), rollout(model, x, query=query)]
     values = np.stack([attention.double().cpu().numpy() for attention in maps], axis=1)
@@ -81,7 +81,7 @@ def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
         raise ValueError(f"got a {type(mae).__name__}; expected the MAE that was trained, which can reconstruct, not its model")
     check_spec(images)
     spec = images.spec
-    result = mae.reconstruct(spec.normalise(images.pixels()).to(next(mae.parameters())), seed=seed)
+    result = mae.reconstruct(spec.normalize(images.pixels()).to(next(mae.parameters())), seed=seed)
     mean, std = result.image.new_tensor([spec.mean, spec.std])[..., None, None]
     shown = shown_range(images.pixels())
 

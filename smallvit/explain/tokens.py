@@ -152,7 +152,7 @@ def token_map_data(model: nn.Module, images: Images, *, blocks: Sequence[int] | 
     check_spec(images)
     if images.spec.channels not in (1, 3):
         raise ValueError(f"the images have {images.spec.channels} channels; only images with 1 or 3 can be drawn")
-    groups, grid = trace(model, images.spec.normalise(images.pixels()))
+    groups, grid = trace(model, images.spec.normalize(images.pixels()))
     depth = groups.shape[1]
     blocks = list(range(depth) if blocks is None else blocks)
     if not blocks or not all(0 <= block < depth for block in blocks):

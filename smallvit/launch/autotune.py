@@ -6,8 +6,8 @@ All runs of a recipe use the same choice, so that its arms stay comparable. The 
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,22 @@ def fixed_numerics(given: dict) -> Numerics:
     return Numerics(**{name: value for name, value in given.items() if name in CHOICES})
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context manager or decorator with which PyTorch computes in one thread, as in a worker process. Afterwards it has as many
+    threads as before.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()  # as in a worker
 def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str, given: dict) -> tuple[Numerics, int, str]:
     """Measure the speed of training with different settings; unlike `autotune`, store nothing. Return the fastest `Numerics`
     (attention kernel, precision, compilation), the number of runs to train as one model, and a text. `runs` are all runs. Only
@@ -98,8 +114,6 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
     `kinds` is the result of `kinds_of`, and `device` is the device of the training, such as "cpu".
     """
     import torch
-
-    torch.set_num_threads(1)  # as in a worker
 
     def begin(numerics: Numerics) -> list["Training"]:
         return [begun(run, numerics, device) for run, _ in kinds]

@@ -13,6 +13,9 @@ from smallvit.record import Record
 
 from .scheduler import Task
 
+# Environment variables of a worker process. Libraries read them when they are loaded; torch.set_num_threads does not reach all.
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
+
 
 class Settings(NamedTuple):
     """What is the same for all runs that an engine trains.

@@ -19,7 +19,7 @@ from typing import Any
 from smallvit.record import Record
 from smallvit.train.failures import is_gpu_lost
 
-from .engine import Engine, Settings
+from .engine import ONE_THREAD, Engine, Settings
 from .gpus import VISIBLE
 from .results import Killed
 from .scheduler import Task
@@ -38,12 +38,11 @@ class LocalEngine(Engine):
     """
 
     def __init__(self, settings: Settings, groups: int, jobs: int | None = None, gpus: Sequence[str] = ()):
-        for library in ("OMP", "MKL", "OPENBLAS"):  # read when a worker loads it; torch.set_num_threads does not reach them all
-            os.environ[f"{library}_NUM_THREADS"] = "1"
         self.slots = max(1, min(len(gpus) or jobs or cores(), groups))
         context = get_context("spawn") if gpus else process_context(settings.device)
-        variables = [{VISIBLE: gpu} for gpu in gpus] or [{}] * self.slots
-        self.workers = [Worker(context, settings, variables[slot]) for slot in range(self.slots)]
+        of_gpu = [{VISIBLE: gpu} for gpu in gpus] or [{}] * self.slots
+        variables = worker_variables()
+        self.workers = [Worker(context, settings, variables | of_gpu[slot]) for slot in range(self.slots)]
         self.busy: dict[Future, Worker] = {}
 
     def start(self, group: list[int], tasks: list[Task]):
@@ -85,16 +84,22 @@ def process_context(device: str) -> Any:
     """
     from multiprocessing import forkserver
 
-    os.environ.setdefault("GLIBC_TUNABLES", HUGE_PAGES)  # read when a process starts, so before the server does
     if sys.platform != "linux" or device != "cpu":
         return get_context("spawn")
     # includes what the first optimizer step, the first digits, the first probe and the first record import: two seconds
     imported_once = ["torch._dynamo", "torch.utils.flop_counter", "sklearn.datasets", "sklearn.linear_model"]
     imported_once += ["einops._torch_specific", "safetensors.torch", "smallvit.explain", "smallvit.native"]
     forkserver.set_forkserver_preload(["smallvit.launch.worker", *imported_once])
-    with ignore_sigint():
+    with ignore_sigint(), environment_variables(worker_variables()):  # some are read when a process starts
         forkserver.ensure_running()
     return get_context("forkserver")
+
+
+def worker_variables() -> dict[str, str]:
+    """Return the environment variables of a worker process: one thread, and large pages of memory unless the user has settings
+    of their own.
+    """
+    return ONE_THREAD | {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HUGE_PAGES)}
 
 
 @contextmanager

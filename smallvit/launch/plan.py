@@ -20,7 +20,7 @@ from smallvit.pretrained import Weights
 from smallvit.record import user_line
 from smallvit.run import Run, difference, fingerprint
 
-from .autotune import begun
+from .autotune import begun, one_thread
 from .engine import Settings
 from .launcher import check_device
 from .local import Worker, cores, process_context
@@ -145,16 +145,14 @@ def kind(entry: ArmRun) -> tuple:
     return entry.arm, entry.length, entry.tuning is not None
 
 
+@one_thread()
 def estimate(run: Run, device: str) -> float:
     """Return the estimated time of a run on this machine in seconds, including validation and evaluation. A few training steps
     and one evaluation are measured, with one thread.
     """
-    import torch
-
     from smallvit.flops import milliseconds
     from smallvit.train.loop import CHECKS
 
-    torch.set_num_threads(1)
     training = begun(run, DEFAULT, device, MOST_STEPS)  # other initial weights would take as long
     of_large_model = seconds_of_large_model(training)
     seconds = of_large_model[1] if of_large_model else evaluation_seconds(training)

@@ -24,7 +24,7 @@ from smallvit.pretrained import Weights
 from smallvit.record import Record
 from smallvit.run import DEPENDENCIES, rebuild
 
-from .engine import Engine, Settings
+from .engine import ONE_THREAD, Engine, Settings
 from .ray_server import FolderServer
 from .ray_worker import Failure, OtherVersion, Parcel, data_key, train_group, weights_key
 from .results import Killed
@@ -35,8 +35,6 @@ RETRIES = 3  # so often Ray starts a task again whose machine or worker process 
 CHECKPOINT_SECONDS = 30.0  # between two checkpoints that a worker sends to the driver
 ANSWER_SECONDS = 60.0  # in which a machine must say which version of smallvit it has
 OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}  # kind of resource -> option of a Ray task
-LIBRARIES = ("OMP", "MKL", "OPENBLAS")
-ONE_THREAD = {"env_vars": {f"{library}_NUM_THREADS": "1" for library in LIBRARIES}}  # read before a worker loads a library
 
 
 class Busy(NamedTuple):
@@ -87,7 +85,7 @@ class RayEngine(Engine):
         self.train = ray.remote(train_group).options(
             max_retries=RETRIES,
             retry_exceptions=False,
-            runtime_env=ONE_THREAD,
+            runtime_env={"env_vars": ONE_THREAD},
             scheduling_strategy="SPREAD",
             **{OPTIONS[kind]: amount for kind, amount in self.needs.items()},
         )
@@ -274,7 +272,7 @@ def check_machines(ray: Any):
             return f"cannot import smallvit: {error}", ""
         return record.code()["sha256"], record.versions().get("torch", "")
 
-    ask = ray.remote(num_cpus=0, max_retries=0, runtime_env=ONE_THREAD)(installed)
+    ask = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": ONE_THREAD})(installed)
     alive = [node for node in ray.nodes() if node["Alive"]]
     asked = {ask.options(scheduling_strategy=on_machine(ray, node["NodeID"])).remote(): node for node in alive}
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)

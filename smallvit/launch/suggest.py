@@ -4,7 +4,7 @@ import math
 import warnings
 from typing import Any
 
-from smallvit.tuning import Range, Tune
+from smallvit.ranges import Range, Tune
 
 LOG_RATIO = 10  # a range whose ends have at least this ratio is sampled on a logarithmic scale
 EDGE = 0.1  # a value in the outer tenth of its range, on its scale, lies at the edge

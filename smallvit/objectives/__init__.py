@@ -38,8 +38,8 @@ Contract of `objective = Class(model, **options)` and `objective(batch, progress
 - `forward` returns a dict with the scalar "loss".
 - `.model` is averaged, saved and evaluated. Parameters with `requires_grad` are trained; a teacher shares no storage with them.
 - A step calls in this order: `prepare(batch)`, `forward`, the backward pass, `before_step(progress)`, the optimizer,
-  `after_step(progress)`. The three hooks do nothing by default. An objective that draws random numbers does so in `prepare`,
-  into `draws` of the batch: inside `forward` they would keep runs from being trained together.
+  `after_step(progress)`. The three hooks do nothing by default. An objective whose runs can be trained
+  together (`stackable`) draws random numbers in `prepare`, into `draws` of the batch, and not in `forward`.
 - `learning_rates()` may give groups of parameters their own learning-rate schedules.
 - The attributes `needs_labels`, `needs_views`, `needs_init`, `needs_teacher`, `unlabelled` and `stackable` declare what the
   objective needs; see `Objective`. `check_run` refuses a `Run` that does not have it.

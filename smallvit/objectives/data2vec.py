@@ -43,8 +43,8 @@ class Data2Vec(Objective):
              normalized. After averaging over the blocks, the mean over the batch is subtracted at each position; otherwise the
              target of a small model would mostly encode the position of the patch. 60% of the patches are hidden, drawn
              uniformly; the authors hide 80%, in blocks. The decoder is that of `MAE`, not a convolutional one. 4 masks instead
-             of 16. The class token is not trained by the loss, so use a pool of patch tokens, such as `MeanTokens`. Hidden
-             pixels are set to 0 before the tokenizer, as in `MAE`.
+             of 16. The class token gets no target (the paper has a term for it), so use a pool of patch tokens, such as
+             `MeanTokens`. Hidden pixels are set to 0 before the tokenizer, as in `MAE`.
 
     Raises   ValueError in all cases in which `MAE` does, such as for a model that reduces tokens, and for options out of range.
     """
@@ -129,15 +129,13 @@ class Data2Vec(Objective):
 @contextmanager
 def mlp_outputs(model: ViT, layers: int) -> Iterator[list[Tensor]]:
     """Context manager that yields a list. When the model is called inside it, the outputs of the MLPs in its last `layers`
-    blocks are appended. Meanwhile PyTorch computes the blocks, because the native kernel does not return these outputs.
+    blocks are appended. PyTorch computes blocks that have hooks, so the native kernel does not hide these outputs.
     """
     outputs: list[Tensor] = []
     blocks = list(model.blocks)[-layers:]
     hooks = [block.mlp.register_forward_hook(lambda _, inputs, output: outputs.append(output)) for block in blocks]
-    native, model.blocks._compiled_call_impl = model.blocks._compiled_call_impl, None
     try:
         yield outputs
     finally:
-        model.blocks._compiled_call_impl = native
         for hook in hooks:
             hook.remove()

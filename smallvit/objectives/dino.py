@@ -34,7 +34,8 @@ class DINO(Objective):
     Head     lightly's `DINOProjectionHead`: a MLP `hidden` -> `hidden` -> `bottleneck`, normalized, then `prototypes`
              directions, which are frozen for the first fraction `freeze` of the run. Their length is 1, or is learned with
              `norm_last_layer=False`. `layers=1` leaves out the hidden layers, for a model that has them after its pool
-             (`Projected`). Then `hidden` and `batch_norm` have no effect. `copy.deepcopy` does not work with this head.
+             (`Projected`). Then `hidden` and `batch_norm` act on the head of `patches` only; they still change which random
+             numbers are drawn. `copy.deepcopy` does not work with this head.
     Paper    Caron et al. 2021, arXiv:2104.14294. The teacher starts equal to the student and has no gradient, dropout or
              drop-path. Its EMA momentum rises from `momentum` to 1 in a cosine. Loss: lightly's `DINOLoss`, the cross-entropy
              over all pairs of a teacher's view and another view of the student, with temperature `student_temp` for the
@@ -212,12 +213,14 @@ class DINO(Objective):
             logits = teacher_logits
             if self.neighbours:
                 logits = self.add_neighbours(batch.images, teacher_logits, center[0], temperature, progress)
-        loss = self.loss(list(logits.split(b)), list(student_logits.split(b)), teacher_temp=temperature)
+        with torch.autocast(batch.images.device.type, enabled=False):
+            loss = self.loss(list(logits.split(b)), list(student_logits.split(b)), teacher_temp=temperature)
         if logits is not teacher_logits:  # the center follows the teacher's own outputs
             self.loss.center.copy_(center)
             self.loss.update_center(torch.stack(teacher_logits.split(b)))
         if self.koleo:
-            loss = loss + self.koleo * sum(self.koleo_loss(as_float32(x)) for x in features[0].split(b)) / 2
+            with torch.autocast(batch.images.device.type, enabled=False):  # half precision would find other neighbors
+                loss = loss + self.koleo * sum(self.koleo_loss(as_float32(x)) for x in features[0].split(b)) / 2
         if hidden is not None:
             loss = loss + self.patches * self.patch_loss(teacher_patches, patches, hidden, progress)
         return {"loss": loss}

@@ -18,9 +18,17 @@ class Optimizer:
     averages                       True if the weights to evaluate are those of `averaged(parameter)`
     initial_state(group, index)    the state of the parameter `group["params"][index]` before its first step, as a dict of
                                    tensors: those in `SCALARS` have the shape (), all others the shape of the parameter
-    check_run(run)                 raise ValueError for settings of a run that cannot be combined with this optimizer
-    check_objective(objective)     raise ValueError for a model or an objective that this optimizer cannot train
+    check_run(run)                 raise ValueError for settings of a run that cannot be combined with this optimizer; by
+                                   default there are none
+    check_objective(objective)     raise ValueError for a model or an objective that this optimizer cannot train; by default
+                                   there are none
     """
+
+    def check_run(self, run: Any):
+        """Raise ValueError for settings of a run that cannot be combined with this optimizer. There are none."""
+
+    def check_objective(self, objective: Any):
+        """Raise ValueError for an objective or a model that this optimizer cannot train. There are none."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy of this optimizer needs, as a dict. `torch.optim.Optimizer` leaves out options.
@@ -67,9 +75,3 @@ class AdamW(Optimizer, torch.optim.AdamW):
         """
         zeros = torch.zeros_like(group["params"][index])
         return {"step": zeros.new_zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-
-    def check_run(self, run: Any):
-        """Raise ValueError for settings of a run that cannot be combined with this optimizer. There are none."""
-
-    def check_objective(self, objective: Any):
-        """Raise ValueError for an objective or a model that this optimizer cannot train. There are none."""

@@ -39,7 +39,8 @@ class Muon(AdamW):
     Off      `AdamW`.
     Departs  The iteration is computed in the data type of the weights, float32, and not in bfloat16, which is slow on CPUs. The
              AdamW part has the betas of a run without Muon (0.9 and 0.999).
-    Raises   ValueError for an unknown scale, a momentum outside [0, 1), and a model without linear layers inside blocks.
+    Raises   ValueError for an unknown scale, a momentum outside [0, 1), and, in a run, a model without linear layers inside
+             blocks.
     """
 
     def __init__(

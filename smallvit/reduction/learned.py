@@ -37,7 +37,7 @@ class LearnedPrune(nn.Module):
         super().__init__()
         blocks = pruning_layers(layers, context.depth)
         self.dim, self.prefix, self.patches = context.dim, context.prefix, context.patches
-        prunes = context.layer in blocks and check_fraction(keep, "keep") < 1
+        prunes = check_fraction(keep, "keep") < 1 and context.layer in blocks
         earlier = blocks.index(context.layer) if prunes else 0
         self.expected, self.target = max(1, int(context.patches * keep**earlier)), keep ** (earlier + 1) if prunes else 1.0
         self.predictor = Predictor(context.dim) if prunes else None

@@ -116,7 +116,8 @@ def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> lis
         counts = [r] * depth
     else:
         first = int(r * (1 - inflect))
-        counts = [int(first + 2 * (r - first) * layer / (depth - 1)) for layer in range(depth)]
+        step = 2 * (r - first) / (depth - 1)  # rounded as in the authors' code, which divides first
+        counts = [int(first + step * layer) for layer in range(depth)]
     for count in counts:
         if not isinstance(count, int | float) or not count >= 0 or (isinstance(count, float) and not count <= 0.5):
             raise ValueError(f"r is {count}; expected a number of merges (0 or more), or a fraction up to 0.5")

@@ -64,8 +64,8 @@ def draw_batch(members: Sequence["Training"], source: Source, pool: Source | Non
     batch = apply(run.augment, batch, generators(stream(seed, "augment", step) for seed in seeds))
     if pool is not None:
         batch = batch._replace(views=unlabelled_views(members, pool))
-    normalise = first.spec.normalise
-    return batch._replace(images=normalise(batch.images), views=tuple(normalise(views) for views in batch.views))
+    normalize = first.spec.normalize
+    return batch._replace(images=normalize(batch.images), views=tuple(normalize(views) for views in batch.views))
 
 
 def unlabelled_views(members: Sequence["Training"], pool: Source) -> tuple[Tensor, ...]:

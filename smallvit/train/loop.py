@@ -478,4 +478,4 @@ class Training:
         if not self.parameters and not list(self.model.parameters()):
             return {}
         with frozen(self.model):
-            return footprint(self.model, self.spec.normalise(self.images.pixels(slice(256))))
+            return footprint(self.model, self.spec.normalize(self.images.pixels(slice(256))))

@@ -8,10 +8,9 @@ is written leaves a part of it, which does not count: its run is scored again.
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
-from smallvit.run import Run, fingerprint
+from smallvit.run import Run, fingerprint, without_seed_and_labels
 from smallvit.shapes import shape_problem
 from smallvit.storage import failures_named, locked, read_bounded, write_atomic
 
@@ -114,11 +113,3 @@ def parse_read(line: bytes, source: str) -> dict:
         return read
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is damaged; expected a line as smallvit wrote it; delete this line") from error
-
-
-def without_seed_and_labels(run: Run) -> Run:
-    """Return a copy of a run with seed 0 and `labels=None`. The earlier runs that it needs, such as pretraining, are changed in
-    the same way. Runs that differ only in their seed and number of labelled images become equal, so they count as one setting.
-    """
-    dependencies = {name: without_seed_and_labels(earlier) for name, earlier in run.dependencies.items()}
-    return replace(run, seed=0, labels=None, **dependencies)

@@ -114,7 +114,7 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
     imagenet = [name for name in (FROZEN, FINE_TUNED) if name in (plan.imagenet or ())]
     if imagenet:
         lines.append(f"imagenet = {imagenet_code(chosen)}")
-        lines += [f'arms["{name}"] = {code}' for name, code in imagenet_arms(images, imagenet)]
+        lines += [f'arms["{name}"] = imagenet["{name}"]' for name in imagenet]
     controls = ", ".join(f'"{name}": "{control}"' for name in (CNN, *imagenet))
     several = f"    labels=[{', '.join(f'{size:_}' for size in plan.sizes)}, None],"
     seeds = f"    seeds=range({plan.passes})," + f"  # passes of {plan.folds} folds" * bool(plan.folds)
@@ -159,13 +159,6 @@ def imagenet_code(chosen: Sequence[Option]) -> str:
     """Return the code of the runs with weights from ImageNet. They have the same augmentation as the chosen ViT."""
     augment = merged(chosen).get("augment", "()")
     return f"sv.imagenet_vit_s(scratch.vary(augment={augment}), patch=patch, scratch=False)"
-
-
-def imagenet_arms(images: "Inspection", names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the name and the code of each arm with weights from ImageNet. They are scored like the other arms."""
-    probe = '(partial(sv.linear_probe, metric="balanced_accuracy"),)'
-    scores = {FROZEN: f".vary(evaluators={probe})", FINE_TUNED: ".vary(evaluators=scratch.evaluators)"}
-    return [(name, f'imagenet["{name}"]' + scores[name] * images.unequal) for name in names]
 
 
 def last_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option], kept: str = ADVICE) -> str:

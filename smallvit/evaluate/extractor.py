@@ -1,15 +1,15 @@
 """The features of a frozen model as a scikit-learn transformer.
 
-The class follows scikit-learn's protocol without inheriting from it, so that importing smallvit does not import scikit-learn.
+This file imports scikit-learn, so `smallvit.evaluate` imports it when it is first needed.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from torch import Tensor, nn
 
 from smallvit.data import DataSpec, Images, Preprocess
@@ -19,7 +19,7 @@ from .hooks import Array, feature_reader, read_batches
 from .splits import require_images
 
 
-class FeatureExtractor:
+class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """A scikit-learn transformer that converts images to the features of a trained model, a float32 array of shape (images,
     features). The object can be a step of a scikit-learn pipeline.
 
@@ -28,7 +28,7 @@ class FeatureExtractor:
     `transform` takes `Images`, or an array or tensor of shape (n, c, h, w) or, for one channel, (n, h, w).
 
     spec              how an array is normalized. The `DataSpec` of the data that the model was trained on, for uint8 pixels or
-                      floats in [0, 1] (with `dtype="float32"` also uint16, and any floats); or "normalised", for floats that
+                      floats in [0, 1] (with `dtype="float32"` also uint16, and any floats); or "normalized", for floats that
                       are normalized already. It is required for arrays, since wrongly normalized pixels give wrong features
                       without an error. `Images` use their own spec, unless one is given here.
     of, layers, norm  the place where the features are read, as in `features`.
@@ -60,16 +60,12 @@ class FeatureExtractor:
         """Check that the first image of `X` is valid for the model, and store the number of features. Nothing is trained, and
         `y` is ignored. scikit-learn requires this method.
         """
-        self.n_features_out_ = self.read(X, limit=1).shape[1]
+        self._n_features_out = self.read(X, limit=1).shape[1]
         return self
 
     def transform(self, X) -> Array:
         """Return the features of the images `X`, a float32 array of shape (images, features)."""
         return self.read(X)
-
-    def fit_transform(self, X, y=None) -> Array:
-        """Check the images `X`, and return their features, a float32 array of shape (images, features). `y` is ignored."""
-        return self.fit(X).transform(X)
 
     def read(self, X, limit: int | None = None) -> Array:
         """Return the features of the images `X`, a float32 array of shape (images, features). If `limit` is given, only the
@@ -90,35 +86,9 @@ class FeatureExtractor:
         batches = (images[start : min(start + self.batch, stop)] for start in range(0, stop, self.batch))
         return read_batches(self.model, map(partial(normalize, spec=spec), batches), reader)
 
-    def get_feature_names_out(self, input_features=None) -> Array:
-        """Return an array with the names of the features: "featureextractor0", "featureextractor1" and so on. `input_features`
-        is ignored. Raise ValueError if `fit` was not called before.
-        """
-        import numpy as np
-
-        if not hasattr(self, "n_features_out_"):
-            raise ValueError("the number of features is not known yet; call fit(images) first")
-        return np.array([f"featureextractor{i}" for i in range(self.n_features_out_)], dtype=object)
-
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return a dict with the arguments of the constructor, from name to value, as scikit-learn requires. `deep` is ignored.
-        """
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
-
-    def set_params(self, **params) -> "FeatureExtractor":
-        """Change arguments of the constructor, which are given as keyword arguments, and return the extractor. Raise ValueError
-        for an unknown name.
-        """
-        unknown = sorted(params.keys() - self.get_params().keys())
-        if unknown:
-            raise ValueError(f"FeatureExtractor has no {', '.join(unknown)}; expected some of {', '.join(self.get_params())}")
-        for name, value in params.items():
-            setattr(self, name, value)
-        return self
-
-    def __repr__(self) -> str:
-        """Return the class and the arguments that differ from their defaults."""
-        defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
+    def __repr__(self, **options) -> str:
+        """Return the class and the arguments that differ from their defaults, without the layers of the model."""
+        defaults = type(self)().get_params()
         changed = {name: value for name, value in self.get_params().items() if value is not defaults[name]}
         words = (f"{k}={type(v).__name__ if isinstance(v, nn.Module | DataSpec) else repr(v)}" for k, v in changed.items())
         return f"FeatureExtractor({', '.join(words)})"
@@ -133,22 +103,16 @@ class FeatureExtractor:
 
     def __sklearn_tags__(self):
         """Return scikit-learn's tags: a transformer of image arrays that needs neither targets nor `fit`."""
-        from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags
-
-        return Tags(
-            estimator_type=None,
-            target_tags=TargetTags(required=False),
-            transformer_tags=TransformerTags(),
-            input_tags=InputTags(two_d_array=False, three_d_array=True),
-            requires_fit=False,
-            no_validation=True,
-        )
+        tags = super().__sklearn_tags__()
+        tags.requires_fit, tags.no_validation = False, True
+        tags.input_tags.two_d_array, tags.input_tags.three_d_array = False, True
+        return tags
 
 
 def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor | Rows, DataSpec | None]:
     """Return images as one tensor (images, channels, height, width), and the `DataSpec` (a description of the data set) with
     the mean and standard deviation to normalize them. `X` is an `Images` object, an array or a tensor. `spec` is a `DataSpec`,
-    None for that of the `Images` object, or "normalised" if `X` is normalized already; then the second result is None. Images
+    None for that of the `Images` object, or "normalized" if `X` is normalized already; then the second result is None. Images
     in a memory-mapped file (`Rows`) are not read.
 
     Raises ValueError for anything but images, and for another number of channels than the spec has.
@@ -160,9 +124,9 @@ def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor | Rows, DataS
     if not isinstance(X, np.ndarray | Tensor | Rows) or len(X.shape) not in (3, 4):
         given = f"shape {tuple(X.shape)}" if isinstance(X, np.ndarray | Tensor) else f"a {type(X).__name__}"
         raise ValueError(f"got {given}; expected Images, or an array or tensor n c h w or n h w; reshape flattened images")
-    if not (isinstance(spec, DataSpec) or (isinstance(spec, str) and spec == "normalised")):
+    if not (isinstance(spec, DataSpec) or (isinstance(spec, str) and spec == "normalized")):
         raise ValueError(
-            f"got pixels and spec={spec!r}; expected the DataSpec of the data that the model was trained on, or 'normalised'"
+            f"got pixels and spec={spec!r}; expected the DataSpec of the data that the model was trained on, or 'normalized'"
             " for floats that are normalized already"
         )
     require_images(X)
@@ -170,7 +134,7 @@ def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor | Rows, DataS
     images = images[:, None] if len(images.shape) == 3 else images
     if isinstance(spec, str):
         if not images.dtype.is_floating_point:
-            raise ValueError(f"got {images.dtype} with spec='normalised'; expected floats, or a DataSpec to normalize them")
+            raise ValueError(f"got {images.dtype} with spec='normalized'; expected floats, or a DataSpec to normalize them")
         return images, None
     if images.shape[1] != spec.channels:
         raise ValueError(
