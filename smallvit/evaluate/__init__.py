@@ -1,13 +1,13 @@
 """Evaluators: functions that compute named numbers from a frozen model.
 
-scores.py    accuracy, augmented_accuracy, cost: run the model itself; predictions: its class probabilities
-metrics.py   balanced_accuracy, macro_f1, auc, log_loss, calibration: other metrics of the model itself
-probes.py    knn, linear_probe, few_shot: train a simple classifier on frozen features
-hooks.py     features: the features of a model, read at a named place
-extractor.py FeatureExtractor: the features as a scikit-learn transformer
-splits.py    Splits: the labelled images that an evaluator receives; PerImage: a score that is a mean over images
-declare.py   evaluator, declaration: what an evaluator declares about itself
-cache.py     cached_features: evaluators of the same model share its features
+scores.py     accuracy, augmented_accuracy, cost: run the model itself; predictions: its class probabilities
+metrics.py    balanced_accuracy, macro_f1, auc, log_loss, calibration: other metrics of the model itself
+probes.py     knn, linear_probe, few_shot: train a simple classifier on frozen features
+hooks.py      features: the features of a model, read at a named place
+extractor.py  FeatureExtractor: the features as a scikit-learn transformer
+splits.py     Splits: the labelled images that an evaluator receives; PerImage: a score that is a mean over images
+declare.py    evaluator, declaration: what an evaluator declares about itself
+cache.py      cached_features: evaluators of the same model share its features
 
 An evaluator is a function that yields pairs of a name and a number:
 
