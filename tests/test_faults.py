@@ -219,6 +219,7 @@ def test_disk_that_becomes_full_interrupts_runs_which_the_same_command_trains_wh
         assert kept and all(path.read_bytes() == content for path, content in kept.items())
 
 
+@pytest.mark.slow
 def test_read_only_folder_is_no_fault_of_the_runs_and_its_results_can_be_read(runs, whole, tmp_path, capfd):
     out = tmp_path / "disk"
     with disk(out, "10m"):
@@ -340,6 +341,7 @@ def tracker_in(place: Path, begin: str = "pass") -> str:
     return os.pathsep.join([str(place), str(ROOT)])
 
 
+@pytest.mark.slow
 def test_tracker_killed_half_way_changes_no_record(runs, whole, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", tracker_in(tmp_path / "path"))
     monkeypatch.setattr(trackers, "check_tracker", lambda name: None)

@@ -421,6 +421,7 @@ def test_finished_runs_are_not_used_for_images_that_have_changed(tmp_path):
     assert fit(run, tmp_path / "run").finished, "the data are not needed any more"
 
 
+@pytest.mark.slow
 def test_where_decoded_images_are_kept_does_not_change_a_run(tmp_path, monkeypatch):
     """A run that was trained with one `cache` is not trained again with another one, and changed images are noticed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1434,6 +1434,7 @@ def test_objectives_and_options_train_alike(run, tmp_path):
     assert largest_difference(tmp_path / "None", tmp_path / "native") < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     slow_after(1, [{"attention": LocalityAttention}, {"reduction": partial(Merge, r=3)}, {"block": partial(Block, activation="swiglu")}]),
@@ -1473,7 +1474,7 @@ def test_weights_without_a_gradient_stay_as_they_are_in_this_step(layer_drop, tm
     assert largest_difference(tmp_path / "native", tmp_path / "plain") < 1e-3
 
 
-@pytest.mark.parametrize("stop", [1, 5, 7])
+@pytest.mark.parametrize("stop", slow_after(1, [5, 1, 7]))
 def test_interrupted_run_ends_with_the_same_bits(stop, layer_drop, tmp_path, monkeypatch):
     run = layer_drop if stop == 7 else RUN
     fit(run, tmp_path / "whole", numerics=NATIVE)

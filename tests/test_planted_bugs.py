@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import TINY_VIT, slow_after, slow_but
+from toys import TINY_VIT
 
 import smallvit
 from smallvit import Run, ablate, augment, digits
@@ -28,6 +28,7 @@ from smallvit.report import compare_with_committed
 from smallvit.train import batches, loop
 from smallvit.train.loop import Training
 
+pytestmark = pytest.mark.slow
 FIT = importlib.import_module("smallvit.train.fit")
 BASE = Run(data=digits, model=partial(TINY_VIT, dim=32), augment=augment.digits(), steps=60, batch=32, lr=4e-3, ema=0.1)
 RUNS = ablate({"scratch": BASE, "no decay": BASE.vary(weight_decay=0.0)}, labels=[100], seeds=range(3), references=False)
@@ -160,7 +161,7 @@ ERRORS = {  # name -> the error and what the message says on another machine
 
 
 @MACHINES
-@pytest.mark.parametrize("error", slow_but(("EMA not evaluated", "another subset"), ERRORS))
+@pytest.mark.parametrize("error", ERRORS)
 def test_one_seed_shows_an_error(committed, tmp_path, monkeypatch, error, made):
     plant, words = ERRORS[error]
     plant(monkeypatch)
@@ -170,7 +171,7 @@ def test_one_seed_shows_an_error(committed, tmp_path, monkeypatch, error, made):
     assert ("FAILED" in lines[0]) or error == "another subset"
 
 
-@pytest.mark.parametrize("made", slow_after(1, [list, on_another_machine]), ids=["same machine", "another machine"])
+@pytest.mark.parametrize("made", [list, on_another_machine], ids=["same machine", "another machine"])
 def test_correct_runs_agree(committed, tmp_path, made):
     again = [train_again(tmp_path / arm, 0, arm) for arm in ("scratch", "no decay")]
     lines, agree = compare_with_committed(made(committed), again)
@@ -209,14 +210,12 @@ def published(tmp_path, monkeypatch):
     assert main(["report", "mine.py", "--publish"]) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="there is no smaller instruction set")
 def test_the_command_accepts_another_instruction_set(published):
     status, out = verify(PACKAGE.parent, ATEN_CPU_CAPABILITY="default", ONEDNN_MAX_CPU_ISA="SSE41")
     assert status == 0 and out.count("the first training steps agree") == out.count("instruction set") == 2
 
 
-@pytest.mark.slow
 def test_the_command_accepts_equal_runs_and_finds_an_error_in_the_package(published, capsys):
     records = read_records(Path("mine.jsonl"))
     assert {(record.kernel, record.stacked) for record in records} == {("explicit", 2), ("explicit", None)}

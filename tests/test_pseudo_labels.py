@@ -129,6 +129,7 @@ def test_run_trains_on_pseudo_labels_of_all_images_and_never_sees_their_true_lab
     assert torch.equal(training["images"].labels, (training["images"].images.sum((1, 2, 3)) % 10).long())
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_with_equal_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)
     fit(PSEUDO, tmp_path / "complete")

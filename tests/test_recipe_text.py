@@ -141,7 +141,7 @@ def test_numbers_under_found_are_those_of_the_records(path, results):
     assert not wrong_numbers(text, results(path))
 
 
-@each
+@pytest.mark.parametrize("path", slow_but(QUICK[:2], PUBLISHED), ids=lambda path: path.stem)
 def test_changed_number_under_found_is_noticed(path, results):
     """Each number is raised by 7 in its last digit, one at a time. At least 85% of these changes must be noticed."""
     text = NAMES.sub("", sections(docstring(path))["Found"])

@@ -635,6 +635,7 @@ def test_pages_without_results_say_so():
     assert "<svg" not in html(failed, **PAGE) and "nothing to compare" in text(failed)
 
 
+@pytest.mark.slow
 def test_unusual_numbers_are_drawn():
     perfect = change(records({"scratch": 0, "+A": 0}, labels=(10, 20)), None, test={"accuracy": 1.0})
     zero = change(records({"scratch": 0, "+A": 0}, seeds=1), None, test={"accuracy": 0.0})

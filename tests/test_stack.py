@@ -203,6 +203,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", slow_after(1, [{}, {"objective": partial(Supervised, class_weight="balanced")}]), ids=["plain", "class weights"]
 )
@@ -277,6 +278,7 @@ def test_run_that_is_further_than_the_others_is_trained_alone(tmp_path):
     assert_equal_weights(tmp_path / "alone", folders[0])
 
 
+@pytest.mark.slow
 def test_steps_of_runs_that_are_trained_one_after_another_are_those_of_the_group(tmp_path):
     runs, folders = seeds_of(SHORT.vary(dropout=0.1), 3, tmp_path)
     seen = []
@@ -412,6 +414,7 @@ def comparison(seeds: int, **arms: Run) -> list[ArmRun]:
     return ablate(arms, labels=[50], seeds=range(seeds), references=False)
 
 
+@pytest.mark.slow
 def test_recipe_in_stacks_has_the_same_runs_as_without(tmp_path):
     start = SHORT.vary(lr=2e-3)
     frozen = SHORT.vary(init=start, steps=0, augment=(), ema=0.0, evaluators=(linear_probe,))

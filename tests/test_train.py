@@ -116,6 +116,7 @@ def test_fit_computes_in_the_precision_of_the_run_also_inside_autocast(tmp_path)
     assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
 
 
+@pytest.mark.slow
 def test_two_threads_that_train_at_the_same_time_do_not_disturb_each_other(tmp_path):
     runs = [SHORT.vary(seed=seed, dropout=0.2) for seed in range(2)]  # dropout draws from the generator that all threads share
     for run in runs:
@@ -137,7 +138,7 @@ RUNS = ablate({"a": Run()}, references=False)
 """
 
 
-@pytest.mark.parametrize("numerics", [Numerics(), Numerics(kernel="native")], ids=["default", "native"])
+@pytest.mark.parametrize("numerics", slow_after(1, [Numerics(kernel="native"), Numerics()]), ids=["native", "default"])
 def test_model_with_tied_weights_is_trained_saved_and_loaded(numerics, tmp_path):
     (tmp_path / "tied.py").write_text(TIED)
     run = SHORT.vary(model=load_recipe(tmp_path / "tied.py").Tied)

@@ -610,6 +610,7 @@ def test_choice_that_is_not_the_best_trial_with_all_seeds_is_refused(tmp_path):
         read(hand_edited(path, trials=[], accuracy=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option, values", slow_after(1, [("registers", [0, 8]), ("depth", [1, 2]), ("dim", (16, 64))]))
 def test_options_that_change_a_matched_cost_are_not_tuned(option, values):
     arms = {"scratch": BASE, "deep": BASE.vary(depth=3)}
@@ -796,6 +797,7 @@ def test_objective_that_opens_the_test_images_makes_tuning_fail(tmp_path, monkey
     assert not tuned_file(path).exists()
 
 
+@pytest.mark.slow
 def test_choice_is_the_same_for_any_number_of_workers_and_after_a_kill(tmp_path):
     runs = comparison(FOUR)
     write(tmp_path / "one.json", FOUR, tune_arms(trials(runs), tmp_path / "one", recipe="t", jobs=1))

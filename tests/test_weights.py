@@ -114,7 +114,7 @@ def normalize(pixels, channels):
 VARIANTS = {  # name -> how many cases of IMAGES are quick
     TINY: 1,
     DEIT: 0,
-    "vit_wee_patch16_reg1_gap_256.sbb_in1k": 1,  # registers, mean pooling, qk-norm, a wide MLP
+    "vit_wee_patch16_reg1_gap_256.sbb_in1k": 0,  # registers, mean pooling, qk-norm, a wide MLP
     "deit3_small_patch16_224.fb_in1k": 0,  # LayerScale, positions without the class token
     "vit_small_patch16_224.augreg_in21k_ft_in1k": 0,
     "vit_small_patch14_reg4_dinov2.lvd142m": 0,  # no head
@@ -233,7 +233,7 @@ def write_file(model, kind, folder) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("kind", slow_but(("plain", "npz"), ["plain", "model", "ddp", "dino", "npz"]))
+@pytest.mark.parametrize("kind", slow_but(("npz",), ["plain", "model", "ddp", "dino", "npz"]))
 def test_every_kind_of_file_gives_equal_weights(files, tmp_path, kind):
     model, file = files(TINY)
     one, other = (tiny(classes=5, tokenizer=partial(PatchEmbed, patch=7)) for _ in range(2))
