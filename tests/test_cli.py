@@ -159,6 +159,7 @@ def test_dry_run_describes_the_arms_and_counts_finished_runs(workdir, capsys):
     assert "have finished" not in out and "20 runs, about" in out and not (workdir / "runs").exists()
 
 
+@pytest.mark.slow
 def test_dry_run_downloads_nothing(workdir, capsys, monkeypatch):
     import huggingface_hub
 

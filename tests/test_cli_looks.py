@@ -260,6 +260,7 @@ def test_damaged_schedule_is_named(tmp_path):
             read_looks(tmp_path)
 
 
+@pytest.mark.slow
 def test_recipe_that_declares_tuning_says_that_it_was_not_tuned(workdir, capsys):
     text = RECIPE.replace("import Loc", "import Tune, Loc").replace("references=False", "references=False, tune=TUNE")
     write_recipe(text.replace("RUNS =", 'TUNE = Tune({"lr": (3e-4, 6e-3)}, trials=2, seeds=1, val=20)\nRUNS ='))

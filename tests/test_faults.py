@@ -235,6 +235,7 @@ def test_read_only_folder_is_no_fault_of_the_runs_and_its_results_can_be_read(ru
 # Limits of the system
 
 
+@pytest.mark.slow
 def test_run_that_gets_too_few_open_files_ends_equal_or_is_tried_again(runs, whole, tmp_path):
     """One more file may be opened in each try, so that another file of the run is the first that cannot be opened."""
     entry, limits = runs[0], resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -256,6 +257,7 @@ def test_run_that_gets_too_few_open_files_ends_equal_or_is_tried_again(runs, who
     assert results(tmp_path) == only(entry, whole) and not left_over(tmp_path)
 
 
+@pytest.mark.slow
 def test_run_without_memory_and_run_with_an_infinite_loss_are_recorded_and_the_rest_go_on(runs, whole, tmp_path, capfd):
     short = runs[0].run
     large = ArmRun(run=short.vary(dim=2**21), arm="large")

@@ -471,6 +471,7 @@ def test_fingerprint_changes_with_every_nested_option_and_difference_names_it():
     assert seen >= 70 and len(found) == seen + 1
 
 
+@pytest.mark.slow
 def test_fingerprint_is_the_same_in_every_process_and_order_of_options():
     run = Run(model=partial(ViT, dim=32, depth=2), augment=augment.digits(), evaluators=(knn, accuracy))
     other = Run(evaluators=(knn, accuracy), augment=augment.digits(), model=partial(ViT, depth=2, dim=32))
