@@ -206,12 +206,12 @@ def test_the_bank_has_features_before_and_after_the_projection_and_is_saved():
     batch = make_batch(local=0)
     dino(batch, 0.0)
     tokens, _ = dino.model.tokens(batch.images)
-    assert torch.allclose(dino.bank_features[:6], normalize(tokens.mean(1), dim=-1), atol=1e-6)
+    assert torch.allclose(dino.bank.features[:6], normalize(tokens.mean(1), dim=-1), atol=1e-6)
     projections = normalize(dino.teacher_head.layers(dino.model.features(batch.images)), dim=-1)
-    assert torch.allclose(dino.bank_projections[:6], projections, atol=1e-6)
+    assert torch.allclose(dino.bank.projections[:6], projections, atol=1e-6)
     loaded = make_dino(PROJECTED, layers=1, neighbours=1, bank=8)
     loaded.load_state_dict(dino.state_dict())
-    assert torch.equal(loaded.bank_features, dino.bank_features) and loaded.bank_count == dino.bank_count == 6
+    assert torch.equal(loaded.bank.features, dino.bank.features) and loaded.bank.count == dino.bank.count == 6
 
 
 # By the equations of the paper
@@ -418,7 +418,7 @@ PATCHES = {"patches": 1.0, "patch_ratio": 0.5}
 
 def hide(dino, hidden):
     """The objective with these hidden patches instead of random ones."""
-    dino.draw_hidden = lambda views: hidden
+    dino.patch_term.draw_hidden = lambda views, grid: hidden
     return dino
 
 
@@ -443,15 +443,15 @@ def test_the_patch_term_is_that_of_lightly_and_its_center_that_of_all_patches():
     hidden[3], hidden[8] = False, True
     with torch.no_grad():
         tokens = dino.model.tokens(batch.views[0])[0][:, 1:]
-        targets = dino.patch_teacher_head(tokens.flatten(0, 1)).unflatten(0, (12, 16))
+        targets = dino.patch_term.teacher_head(tokens.flatten(0, 1)).unflatten(0, (12, 16))
     found = hide(dino, hidden).features_and_patches(dino.student, batch.views[0], hidden)[1]
-    outputs = dino.patch_head(found.flatten(0, 1)).unflatten(0, (12, 16))
+    outputs = dino.patch_term.head(found.flatten(0, 1)).unflatten(0, (12, 16))
     mask = hidden.unflatten(1, (4, 4))
     expected = criterion(targets[hidden], outputs[hidden], mask)
-    loss = dino.patch_loss(tokens, found, hidden, 0.5)
+    loss = dino.patch_term.loss(tokens, found, hidden, 0.06, 0.1, 0.9)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert torch.allclose(dino.patch_center, 0.1 * targets.mean((0, 1)))  # lightly: of the hidden patches only
-    gradients = [torch.autograd.grad(value, list(dino.patch_head.layers.parameters()), retain_graph=True) for value in (loss, expected)]
+    assert torch.allclose(dino.patch_term.center, 0.1 * targets.mean((0, 1)))  # lightly: of the hidden patches only
+    gradients = [torch.autograd.grad(value, list(dino.patch_term.head.layers.parameters()), retain_graph=True) for value in (loss, expected)]
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-9) for a, b in zip(*gradients))
 
 
@@ -464,12 +464,12 @@ def test_the_whole_loss_with_the_patch_term_by_a_loop_over_views():
     for view, mask in zip(batch.views[0], hidden):
         pixels = mask.view(1, 4, 1, 4, 1).expand(1, 4, 2, 4, 2).reshape(1, 8, 8)
         embedded = dino.student.tokenizer(torch.where(pixels, 0.0, view)[None])
-        embedded[0, mask] = dino.hidden_token
+        embedded[0, mask] = dino.patch_term.hidden_token
         x = dino.student.position(torch.cat([dino.student.prefix[None], embedded], 1), (4, 4))
         tokens = dino.student.norm(dino.student.blocks(x)[0])
         features.append(tokens[0, 0])
-        targets = (dino.patch_teacher_head(dino.model.tokens(view[None])[0][0, 1:]) / 0.06).softmax(-1)
-        logs = (dino.patch_head(tokens[0, 1:]) / 0.1).log_softmax(-1)
+        targets = (dino.patch_term.teacher_head(dino.model.tokens(view[None])[0][0, 1:]) / 0.06).softmax(-1)
+        logs = (dino.patch_term.head(tokens[0, 1:]) / 0.1).log_softmax(-1)
         each = [-(targets[i] * logs[i]).sum().item() for i in range(16) if mask[i]]
         terms.append(sum(each) / max(len(each), 1))
     targets = (dino.teacher_head(dino.model.features(batch.views[0])) / 0.04).softmax(-1)
@@ -485,21 +485,21 @@ def test_views_without_hidden_patches_have_no_patch_term():
     loss = hide(dino, torch.zeros(12, 16, dtype=torch.bool))(batch, 0.5)["loss"]
     assert loss.item() == pytest.approx(plain(batch, 0.5)["loss"].item(), rel=1e-6)
     loss.backward()
-    assert not dino.hidden_token.grad.any()
+    assert not dino.patch_term.hidden_token.grad.any()
 
 
 def test_a_uniform_teacher_has_the_patch_loss_log_k():
     dino = make_dino(batch_norm=False, **PATCHES)
-    for head in (dino.patch_head, dino.patch_teacher_head):
+    for head in (dino.patch_term.head, dino.patch_term.teacher_head):
         head.last_layer.weight_v.data.fill_(1.0)
     tokens, hidden = torch.randn(12, 16, 16), torch.rand(12, 16) < 0.5
     hidden[:, 0] = True
-    assert dino.patch_loss(tokens, tokens, hidden, 0.5).item() == pytest.approx(math.log(12), abs=1e-5)
+    assert dino.patch_term.loss(tokens, tokens, hidden, 0.06, 0.1, 0.9).item() == pytest.approx(math.log(12), abs=1e-5)
 
 
 def test_half_of_the_views_hide_equally_many_patches_uniformly():
     dino = make_dino(**PATCHES | {"patch_ratio": 0.3})
-    hidden = dino.draw_hidden(torch.zeros(4000, 1, 8, 8))
+    hidden = dino.patch_term.draw_hidden(torch.zeros(4000, 1, 8, 8), (4, 4))
     counts = hidden.sum(1)
     assert set(counts.tolist()) == {0, 5} and (counts > 0).float().mean() == pytest.approx(0.5, abs=0.03)
     assert (hidden.float().mean(0) - 0.5 * 5 / 16).abs().max() < 0.03
@@ -517,15 +517,15 @@ def test_hidden_pixels_do_not_reach_the_student(tokenizer):
 
 def test_the_patch_teacher_starts_equal_gets_no_gradient_and_follows():
     dino = make_dino(**PATCHES, momentum=0.5, freeze=0.4)
-    pairs = list(zip(dino.patch_teacher_head.parameters(), dino.patch_head.parameters()))
+    pairs = list(zip(dino.patch_term.teacher_head.parameters(), dino.patch_term.head.parameters()))
     assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() and not a.requires_grad for a, b in pairs)
     dino(make_batch(), 0.3)["loss"].backward()
-    assert all(a.grad is None for a, _ in pairs) and dino.hidden_token.grad.any()
+    assert all(a.grad is None for a, _ in pairs) and dino.patch_term.hidden_token.grad.any()
     for progress, frozen in ((0.3, True), (0.5, False)):
         dino.zero_grad()
         dino(make_batch(), progress)["loss"].backward()
         dino.before_step(progress)
-        assert (dino.patch_head.last_layer.weight_v.grad is None) == frozen
+        assert (dino.patch_term.head.last_layer.weight_v.grad is None) == frozen
     with torch.no_grad():
         for _, student in pairs:
             student.add_(1.0)
@@ -554,15 +554,15 @@ def test_the_patch_term_works_with_other_pools_and_half_precision(pool):
     for _ in range(2):
         torch.manual_seed(1)
         loss = dino(make_batch(), 0.5)["loss"]
-    center = dino.patch_center.clone()
+    center = dino.patch_term.center.clone()
     with torch.autocast("cpu", torch.bfloat16):
         half = dino(make_batch(), 0.5)["loss"]
     half.backward()
-    assert half.item() == pytest.approx(loss.item(), rel=0.05) and not torch.equal(center, dino.patch_center)
+    assert half.item() == pytest.approx(loss.item(), rel=0.05) and not torch.equal(center, dino.patch_term.center)
     assert all(p.grad.isfinite().all() for p in dino.parameters() if p.grad is not None)
     whole = make_dino(partial(VIT, pool=pool), **PATCHES).bfloat16()  # the objective itself is in half precision
     whole(make_batch(dtype=torch.bfloat16), 0.5)["loss"].backward()
-    assert whole.patch_center.isfinite().all() and whole.patch_center.any()
+    assert whole.patch_term.center.isfinite().all() and whole.patch_term.center.any()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ supervised.py  Supervised: cross-entropy with labels
 distill.py     Distill: labels and a trained teacher
 reduce.py      LearnToPrune, LearnThresholds: train a token reduction in a trained model
 dino.py        DINO: self-distillation between views of unlabelled images
+dino_parts.py  its projection head, its bank of similar images, and the patch term of iBOT
 mae.py         MAE: reconstruction of hidden patches of unlabelled images
 data2vec.py    Data2Vec: prediction of a teacher's features of hidden patches
 semi_supervised.py   SemiSupervised: labelled and unlabelled images in each step (FixMatch, pseudo-labels, mean teacher)

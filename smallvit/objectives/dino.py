@@ -1,10 +1,8 @@
 """DINO: self-distillation without labels."""
 
 import copy
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from math import cos, pi, prod
+from functools import partial
+from math import cos, pi
 from typing import Any, ClassVar
 
 import torch
@@ -17,10 +15,9 @@ from smallvit.pooling import Projected
 from smallvit.vit import ViT, check_integers
 
 from .collapse import Observation
-from .mae import grid_and_patch, pixels_of_patches
+from .dino_parts import NeighbourBank, PatchTerm, image_hashes, projection_head, student_and_teacher
+from .mae import grid_and_patch
 from .objective import Objective, as_float32, check_option_range
-
-MASKED_VIEWS = 0.5  # of the global views of the student, for the patch term
 
 
 class DINO(Objective):
@@ -64,10 +61,7 @@ class DINO(Objective):
              hidden patches. The teacher's temperature rises from `warm_temp` to `patch_temp` over `warmup`, and its center is
              that of all its patches. Patches have a head of their own, as in DINOv2. Hidden patches are drawn uniformly, not in
              blocks: on small grids, blocks hide the middle many times as often as the border. Hidden pixels are set to 0, so
-             that tokens that see beyond their patch do not show them (see `MAE`). In an earlier trial on digits, hiding up to
-             half of the 16 tokens of every other digit gave no difference that two seeds could show and cost a fifth more time.
-             On validation images: kNN 98.4 instead of 98.7, few-shot probe (16 images of each class) 96.8 instead of 96.8,
-             fine-tuned on 100 labels 96.4 instead of 96.1.
+             that tokens that see beyond their patch do not show them (see `MAE`).
 
     Raises   ValueError for a batch without views, for a model without features or a linear head, for options out of range, and
              for `patches` with a model that is not a `ViT` or reduces tokens.
@@ -75,11 +69,6 @@ class DINO(Objective):
 
     needs_labels = False
     needs_views = True
-    bank_features: Tensor
-    bank_projections: Tensor
-    bank_ids: Tensor
-    bank_count: Tensor
-    patch_center: Tensor
     added_options: ClassVar[dict[str, Any]] = {"patches": 0.0, "patch_ratio": 0.3, "patch_temp": 0.07}
 
     def __init__(
@@ -111,7 +100,6 @@ class DINO(Objective):
     ):
         super().__init__(copy.deepcopy(model).requires_grad_(False))
         from lightly.loss import DINOLoss, KoLeoLoss
-        from lightly.models.modules import DINOProjectionHead
 
         check_option_range(
             freeze=(freeze, 0, 1), momentum=(momentum, 0, 1), warmup=(warmup, 0, 1), clip=(clip, 0, 1e9),
@@ -127,53 +115,33 @@ class DINO(Objective):
         self.student: Any = model
         width = feature_width(model)
 
-        def make_head(inputs: int, layers: int) -> Any:
-            """Return a new projection head (a module) for DINO. `inputs` is the width of the features, and `layers` is the
-            number of linear layers before the prototypes, 1 or 3.
-
-            It is built twice, for student and teacher, because a head with weight norm cannot be deep-copied.
-            """
-            with warnings.catch_warnings():  # lightly calls a function of torch that will be removed, which no user can change
-                warnings.filterwarnings("ignore", ".*weight_norm.* is deprecated", FutureWarning)
-                head: Any = DINOProjectionHead(
-                    inputs, hidden, bottleneck, prototypes, batch_norm, freeze_last_layer=1, norm_last_layer=norm_last_layer
-                )
-            if layers == 1:
-                linear = nn.Linear(inputs, bottleneck)
-                head.layers = nn.Sequential(linear)
-                nn.init.trunc_normal_(linear.weight, std=0.02)
-                nn.init.zeros_(linear.bias)
-            return head
-
-        self.head, self.teacher_head = make_head(width, layers), make_head(width, layers).requires_grad_(False)
-        self.teacher_head.load_state_dict(self.head.state_dict())
+        make_head = partial(
+            projection_head, hidden=hidden, bottleneck=bottleneck, prototypes=prototypes, batch_norm=batch_norm,
+            norm_last_layer=norm_last_layer,
+        )  # fmt: skip
+        self.head, self.teacher_head = student_and_teacher(partial(make_head, width, layers))
         self.loss: Any = DINOLoss(prototypes, student_temp=student_temp, center_momentum=center_momentum)
         self.koleo_loss = KoLeoLoss()
         self.freeze, self.momentum, self.clip, self.koleo = freeze, momentum, clip, koleo
         self.temperatures, self.warmup = (warm_temp, teacher_temp), warmup
-        self.neighbours, self.share, self.settle = neighbours, share, settle
-        if neighbours:  # the teacher's features of the last images and their projections in its head, both of length 1
-            self.register_buffer("bank_features", torch.zeros(bank, getattr(projected_pool(model), "dim", width)))
-            self.register_buffer("bank_projections", torch.zeros(bank, bottleneck))
-            self.register_buffer("bank_ids", torch.zeros(bank, dtype=torch.int64))
-            self.register_buffer("bank_count", torch.zeros((), dtype=torch.int64))
-        self.patches, self.patch_ratio, self.patch_temp = patches, patch_ratio, patch_temp
+        self.settle = settle
+        before_projection = getattr(projected_pool(model), "dim", width)
+        self.bank = NeighbourBank(bank, before_projection, bottleneck, neighbours, share) if neighbours else None
+        self.patches = patches
+        self.patch_term: PatchTerm | None = None
         if patches:
             if not isinstance(model, ViT) or reduces(model):
                 raise ValueError("patches needs a ViT with a token for each patch; use one with reduction=None, or patches=0")
             grid_and_patch(model, (model.image[0], model.image[1]))  # raises ValueError if patches are no equal parts
             tokens: int = model.prefix.shape[1]
-            self.patch_head, self.patch_teacher_head = make_head(tokens, 3), make_head(tokens, 3).requires_grad_(False)
-            self.patch_teacher_head.load_state_dict(self.patch_head.state_dict())
-            self.hidden_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(tokens), std=0.02))
-            self.register_buffer("patch_center", torch.zeros(prototypes))
+            self.patch_term = PatchTerm(partial(make_head, tokens, 3), tokens, prototypes, patch_ratio, patch_temp)
         self.pairs: list[tuple[nn.Module, nn.Module]] = []  # of the teacher and the student
         set_teacher_mode(self.model, self.training)
 
     @property
     def student_heads(self) -> list[Any]:
         """The projection heads of the student: that of whole images and, with the patch term, that of patches."""
-        return [self.head, *([self.patch_head] if self.patches else [])]
+        return [self.head, *([self.patch_term.head] if self.patch_term else [])]
 
     @property
     def trained_model(self) -> Any:
@@ -198,7 +166,9 @@ class DINO(Objective):
         if not batch.views:
             raise ValueError("DINO compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
         b = len(batch.images)
-        hidden = self.draw_hidden(batch.views[0]) if self.patches else None  # the first random draw of a step
+        hidden = None
+        if self.patch_term is not None:  # the first random draw of a step
+            hidden = self.patch_term.draw_hidden(batch.views[0], self.student.tokenizer.grid(batch.views[0].shape[-2:]))
         with torch.no_grad():
             teacher_feature, teacher_patches = self.features_and_patches(self.model, batch.views[0])
             teacher_logits = as_float32(self.teacher_head(teacher_feature))
@@ -211,8 +181,8 @@ class DINO(Objective):
             targets = ((teacher_logits - center[0]) / temperature).softmax(-1)
             self.observed = Observation(features[0].detach(), targets)
             logits = teacher_logits
-            if self.neighbours:
-                logits = self.add_neighbours(batch.images, teacher_logits, center[0], temperature, progress)
+            if self.bank is not None:
+                logits = self.with_neighbours(self.bank, batch.images, teacher_logits, center[0], temperature, progress)
         with torch.autocast(batch.images.device.type, enabled=False):
             loss = self.loss(list(logits.split(b)), list(student_logits.split(b)), teacher_temp=temperature)
         if logits is not teacher_logits:  # the center follows the teacher's own outputs
@@ -221,120 +191,35 @@ class DINO(Objective):
         if self.koleo:
             with torch.autocast(batch.images.device.type, enabled=False):  # half precision would find other neighbors
                 loss = loss + self.koleo * sum(self.koleo_loss(as_float32(x)) for x in features[0].split(b)) / 2
-        if hidden is not None:
-            loss = loss + self.patches * self.patch_loss(teacher_patches, patches, hidden, progress)
+        if self.patch_term is not None:
+            temperatures = self.temperature(progress, self.patch_term.temperature), self.loss.student_temp
+            term = self.patch_term.loss(teacher_patches, patches, hidden, *temperatures, self.loss.center_momentum)
+            loss = loss + self.patches * term
         return {"loss": loss}
-
-    def draw_hidden(self, views: Tensor) -> Tensor:
-        """Return which patches of the student's global views are hidden, a boolean tensor of shape (views, patches). About half
-        of the views have hidden patches, and in each of them the share `patch_ratio` of its patches is hidden, rounded, at
-        least one patch.
-
-        Patches are drawn on the CPU, so that a seed gives the same patches on every device.
-        """
-        n = prod(self.student.tokenizer.grid(views.shape[-2:]))
-        count = max(round(self.patch_ratio * n), 1)
-        order = torch.rand(len(views), n, device="cpu").argsort(dim=1, stable=True).argsort(dim=1, stable=True)
-        masked = torch.rand(len(views), 1, device="cpu") < MASKED_VIEWS
-        return ((order < count) & masked).to(views.device)
 
     def features_and_patches(self, model: Any, views: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return the features of views, shape (views, width), and the tokens of their patches, shape (views, patches, width).
         The tokens are None without the patch term. `hidden` (views, patches) is True for patches that the model must not see.
         """
-        if not self.patches:
-            return model.features(views), None
-        with self.hidden_tokens(model, hidden):
-            if hidden is not None:
-                grid, image = model.tokenizer.grid(views.shape[-2:]), (views.shape[2], views.shape[3])
-                views = views.masked_fill(pixels_of_patches(hidden, grid, image), 0.0)
-            tokens, size = model.tokens(views)
-        return model.pooled(tokens, size), tokens[:, len(model.prefix) :]
+        return (model.features(views), None) if self.patch_term is None else self.patch_term.read(model, views, hidden)
 
-    @contextmanager
-    def hidden_tokens(self, model: Any, hidden: Tensor | None) -> Iterator[None]:
-        """Context manager inside which the tokenizer of `model` gives a learned token for each patch where `hidden` (views,
-        patches) is True. None changes nothing.
-        """
-        if hidden is None:
-            yield
-            return
-
-        def replace(module: nn.Module, inputs: tuple, tokens: Tensor) -> Tensor:
-            """Return the tokens of the tokenizer, with the learned token in the place of hidden ones."""
-            return torch.where(hidden[..., None], self.hidden_token.to(tokens.dtype), tokens)
-
-        hook = model.tokenizer.register_forward_hook(replace)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def patch_loss(self, teacher_patches: Tensor, patches: Tensor, hidden: Tensor, progress: float) -> Tensor:
-        """Return the patch term: the cross-entropy between the teacher's and the student's outputs for hidden patches, averaged
-        over the hidden patches of each view and over all views. `teacher_patches` and `patches` are the tokens of teacher and
-        student, shape (views, patches, width). `hidden` (views, patches) is True for hidden patches. `progress` is the finished
-        fraction of the run.
-
-        Then the center of the teacher's patches is updated.
-        """
-        temperature = self.temperature(progress, self.patch_temp)
-        with torch.no_grad():
-            targets = as_float32(self.patch_teacher_head(teacher_patches.flatten(0, 1)))
-            probabilities = ((targets - self.patch_center) / temperature).softmax(-1)
-        logits = as_float32(self.patch_head(patches.flatten(0, 1)))
-        each = -(probabilities * (logits / self.loss.student_temp).log_softmax(-1)).sum(-1).view_as(hidden)
-        with torch.no_grad():
-            self.patch_center.lerp_(targets.mean(0).to(self.patch_center), 1 - self.loss.center_momentum)
-        return ((each * hidden).sum(1) / hidden.sum(1).clamp_min(1)).mean()
-
-    def add_neighbours(self, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float) -> Tensor:
-        """Return logits of mixed targets: the teacher's target for each image, averaged with its targets for similar recent
-        images. A memory bank stores features of recent `images`. A target is softmax((logits - center) / temperature); `logits`
-        are the teacher's and `center` is their moving mean. `progress` is the finished fraction of the run; early in the run,
-        `logits` are returned unchanged.
-
-        Similar images are recent images whose features are nearest. `logits`, shape (2 batch, k), are those of two views of
-        each image; they are returned unchanged until the run has settled and the bank has enough images. The images are then
-        put into the bank.
+    def with_neighbours(
+        self, bank: NeighbourBank, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float
+    ) -> Tensor:
+        """Return logits of mixed targets: the teacher's target for each image, averaged with its targets for similar images in
+        the bank. A target is softmax((logits - center) / temperature); `logits`, shape (2 batch, prototypes), are the teacher's
+        for two views of each image, and `center` is their moving mean. `progress` is the finished fraction of the run. Before
+        `settle`, the logits are returned unchanged. The images are then put into the bank.
         """
         feature, projected = features_before_and_after_projection(self.model, images)
         projection = nn.functional.normalize(as_float32(self.teacher_head.layers(projected)), dim=-1)
-        feature = nn.functional.normalize(as_float32(feature), dim=-1)
-        ids, size = image_hashes(images), len(self.bank_features)
-        if len(images) > size:
-            raise ValueError(f"the bank holds {size} images and a batch has {len(images)}; expected a larger bank")
-        mixed, filled = logits, min(int(self.bank_count), size)
-        if progress >= self.settle and filled >= self.neighbours:
-            with torch.autocast(images.device.type, enabled=False):  # half precision would find other neighbors
-                similarity = feature @ self.bank_features[:filled].to(feature).T
-            similarity.masked_fill_(ids[:, None] == self.bank_ids[:filled], -torch.inf)  # no image is its own neighbor
-            values, nearest = similarity.topk(self.neighbours, dim=1)
-            valid = values.isfinite()
-            if bool(valid.any()):
-                mixed = self.mix_targets(logits, self.bank_projections[nearest], valid, center, temperature)
-        index = (self.bank_count + torch.arange(len(images), device=images.device)) % size
-        self.bank_features[index] = feature.to(self.bank_features)
-        self.bank_projections[index] = projection.to(self.bank_projections)
-        self.bank_ids[index] = ids
-        self.bank_count += len(images)
+        feature, ids, mixed = nn.functional.normalize(as_float32(feature), dim=-1), image_hashes(images), logits
+        if progress >= self.settle and (found := bank.nearest(feature, ids)) is not None:
+            projections, valid = found
+            theirs = as_float32(self.teacher_head.last_layer(projections))
+            mixed = bank.mix(logits, theirs, valid, center, temperature)
+        bank.add(feature, projection, ids)
         return mixed
-
-    def mix_targets(self, logits: Tensor, projections: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
-        """Average the teacher's target for each image with its mean target for similar images (neighbors). A target is
-        softmax((logits - center) / temperature); the mean is converted back to logits, which are returned. `logits` belong to
-        the images. `projections` (batch, neighbors, width) are features of the neighbors, from which the teacher's last layer
-        computes their logits. `valid` (batch, neighbors) is False for neighbors to ignore.
-
-        The neighbors have the weight `share`, an option of DINO. An image without valid neighbors keeps its own target.
-        """
-        neighbour_logits = as_float32(self.teacher_head.last_layer(projections))
-        own, others = (((z - center) / temperature).softmax(-1) for z in (logits, neighbour_logits))
-        count = valid.sum(1, keepdim=True)
-        others = (others * valid[..., None]).sum(1) / count.clamp_min(1)
-        share = (self.share * (count > 0)).repeat(2, 1)
-        target = (1 - share) * own + share * others.repeat(2, 1)
-        return center + temperature * target.clamp_min(torch.finfo(target.dtype).tiny).log()
 
     def temperature(self, progress: float, end: float | None = None) -> float:
         """Return the softmax temperature of the teacher at one point of the training run. `progress` is the finished fraction
@@ -361,7 +246,7 @@ class DINO(Objective):
         `progress` is the finished fraction of the run, from 0 to 1, and determines the momentum of the average.
         """
         if not self.pairs:
-            teachers = [self.model, self.teacher_head, *([self.patch_teacher_head] if self.patches else [])]
+            teachers = [self.model, self.teacher_head, *([self.patch_term.teacher_head] if self.patch_term else [])]
             for teacher, student in zip(teachers, [self.student, *self.student_heads]):
                 self.pairs += module_pairs(teacher, student)
         ema_update(tensors_in(self.pairs), (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
@@ -374,15 +259,6 @@ def set_teacher_mode(teacher: nn.Module, mode: bool):
     teacher.eval()
     for module in teacher.modules():
         module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
-def image_hashes(images: Tensor) -> Tensor:
-    """Return one integer for each image, computed from its pixels, shape (batch,). Equal images get equal integers. By these
-    numbers DINO recognizes an image in its memory bank of recent images, so that no image is its own neighbor.
-    """
-    flat = images.flatten(1).double()
-    sums = (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
-    return sums.view(torch.int64)  # the same bits; a model in half precision keeps integers as they are
 
 
 def projected_pool(model: nn.Module) -> Projected | None:
