@@ -50,11 +50,11 @@ def model_runs() -> dict[str, Any]:
     return {
         "LSA off": recipe_run("spt_lsa", "scratch"),
         "LSA": recipe_run("spt_lsa", "+LSA"),
-        "conv stem": recipe_run("spt_lsa", "hybrid stem"),
+        "conv stem": recipe_run("spt_lsa", "convolutional stem"),
         "positions": learned,
         "positions from 0.02": recipe_run("explain", "learned from 0.02").vary(**grid_of_7),
         "sequence pool": learned.vary(pool=SequencePool),
-        "cnn": recipe_run("distill", "taught by a CNN").teacher,
+        "cnn": recipe_run("distill", "distilled from a CNN").teacher,
     }
 
 

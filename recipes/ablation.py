@@ -82,7 +82,7 @@ TECHNIQUES = {
     "dropout": {"dropout": 0.1, "block": partial(block, dropout=0.1)},
     "stochastic depth": {"drop_path": 0.1},
     "shifted patches": {"tokenizer": partial(ShiftedPatchEmbed, patch=7)},
-    "hybrid stem": {"tokenizer": partial(ConvStem, layers=3)},
+    "convolutional stem": {"tokenizer": partial(ConvStem, layers=3)},
     "CCT tokenizer": {"tokenizer": partial(ConvTokenizer, layers=3, hidden=32)},
     "2-D sines": {"position": SinCos2d},
     "PEG": {"position": PEG},
@@ -105,7 +105,7 @@ TECHNIQUES = {
     "schedule-free AdamW": {"optimizer": ScheduleFree, "schedule": "constant", "ema": 0.0},
     "SSAT": {"objective": partial(SSAT, weight=0.5, ratio=0.5)},
     "DrLoc": {"objective": DrLoc},
-    "taught by a CNN": {"objective": Distill, "teacher": scratch.vary(model=SmallCNN)},
+    "distilled from a CNN": {"objective": Distill, "teacher": scratch.vary(model=SmallCNN)},
 }
 
 RUNS = ablate(

@@ -48,20 +48,20 @@ scratch = mnist_baseline().vary(steps=2_400)
 longer = scratch.vary(steps=MEMBERS * scratch.steps)
 ensemble = scratch.vary(model=partial(DeepEnsemble, of=scratch.model, count=MEMBERS), batch=MEMBERS * scratch.batch)
 views = (*augment.digits(1.3), augment.Mixup())
-taught = {"teacher": ensemble, "objective": partial(Distill, weight=1.0, temperature=1.0), "augment": views}
+distilled = {"teacher": ensemble, "objective": partial(Distill, weight=1.0, temperature=1.0), "augment": views}
 
 RUNS = ablate(
     {
         "scratch": scratch,
         "four times the steps": longer,
         "ensemble of 4": ensemble,
-        "taught by the ensemble": scratch.vary(**taught),
-        "taught by the ensemble, four times the steps": longer.vary(**taught),
+        "distilled from the ensemble": scratch.vary(**distilled),
+        "distilled from the ensemble, four times the steps": longer.vary(**distilled),
     },
     labels=[100, 1_000],
     tune=Tune({"lr": (3e-4, 6e-3)}, trials=8, seeds=4, val=3_000, steps=0.25, common=False),
     baseline={
         "ensemble of 4": "four times the steps",
-        "taught by the ensemble, four times the steps": "four times the steps",
+        "distilled from the ensemble, four times the steps": "four times the steps",
     },
 )

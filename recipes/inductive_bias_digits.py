@@ -13,14 +13,14 @@ Expected  The order of the arms is that on MNIST, with smaller differences, beca
           half a point at 1,000. With 500 test images, only differences of more than a point can get a verdict, so nearly all
           comparisons are inconclusive. Written before the runs.
 
-Found     All comparisons at 100 labels are inconclusive, as expected. The baseline reaches 95.88%. The hybrid stem has the
-          largest difference, 0.88 points [0.11, 1.64], which does not contain 0 but is inconclusive after the correction for 8
-          comparisons. The tokenizer of CCT follows with 0.60 points [-0.21, 1.41]. Both are smaller than on MNIST, and about as
-          expected. Shifted patches are at 0.53 [-0.22, 1.27], the depth-wise convolution at 0.45 [-0.24, 1.14], and added to
-          the hybrid stem at 0.05 [-0.35, 0.45]. Locality attention is at 0.33 [-0.67, 1.32], mimetic initialization at 0.38
-          [-0.58, 1.33], more than on MNIST, and impulse initialization at -0.18 [-0.87, 0.52]. The order of the means is nearly
-          that on MNIST. The hybrid stem with the depth-wise convolution has the highest mean, 96.80%, above the small CNN with
-          96.35%; no test was made of this.
+Found     All comparisons at 100 labels are inconclusive, as expected. The baseline reaches 95.88%. The convolutional stem has
+          the largest difference, 0.88 points [0.11, 1.64], which does not contain 0 but is inconclusive after the correction
+          for 8 comparisons. The tokenizer of CCT follows with 0.60 points [-0.21, 1.41]. Both are smaller than on MNIST, and
+          about as expected. Shifted patches are at 0.53 [-0.22, 1.27], the depth-wise convolution at 0.45 [-0.24, 1.14], and
+          added to the convolutional stem at 0.05 [-0.35, 0.45]. Locality attention is at 0.33 [-0.67, 1.32], mimetic
+          initialization at 0.38 [-0.58, 1.33], more than on MNIST, and impulse initialization at -0.18 [-0.87, 0.52]. The order
+          of the means is nearly that on MNIST. The convolutional stem with the depth-wise convolution has the highest mean,
+          96.80%, above the small CNN with 96.35%; no test was made of this.
 
 Limits    For most comparisons, only differences of 1.4 to 2 points would have been found in 80 of 100 repetitions. The learning
           rates were chosen for MNIST. The runs are in bf16, those on MNIST in fp32. Verdicts are about new seeds and new test

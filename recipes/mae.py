@@ -3,9 +3,10 @@
 Paper     He et al. 2021 (MAE), arXiv:2111.06377.
 
 Setup     Data: MNIST with 10, 100 and 1,000 labelled digits, 10,000 test images, 6 seeds; "all digits" are the 59,000 that are
-          not used for validation. Every arm is the same hybrid ViT with 16 tokens. Fine-tuning is as long as training from
-          scratch; "as long" is supervised training for the steps of pretraining and fine-tuning together; "frozen" is judged by
-          a logistic regression on the features. Cost: 162 runs and 24 pretraining runs, 80 minutes on two CPU cores.
+          not used for validation. Every arm is the same ViT with a convolutional stem and 16 tokens. Fine-tuning is as long as
+          training from scratch; "as long" is supervised training for the steps of pretraining and fine-tuning together;
+          "frozen" is judged by a logistic regression on the features. Cost: 162 runs and 24 pretraining runs, 80 minutes on two
+          CPU cores.
 
 Expected  On all digits half a point to one point at 1,000 labels, more at 100, and less than DINO's gain, because guessing
           pixels does not require knowing which digit it is; as many steps of supervised training come close. On the same digits

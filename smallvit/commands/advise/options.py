@@ -50,8 +50,8 @@ KNOWN = {
         ("few_and_many", "no deformations", {10: 29.52, 10_000: 0.39}),
     ),
     "first layer": (
-        ("inductive_bias", "hybrid stem", {100: 3.01, 1_000: 1.07}),
-        ("few_and_many", "hybrid stem", {10: 10.23, 10_000: 1.05}),
+        ("inductive_bias", "convolutional stem", {100: 3.01, 1_000: 1.07}),
+        ("few_and_many", "convolutional stem", {10: 10.23, 10_000: 1.05}),
     ),
     "optimizer": (
         ("optimizers", "Muon", {100: 0.90, 1_000: 0.76}),
