@@ -75,7 +75,9 @@ TECHNIQUES = {
     "Label spreading, against DINO": ("pseudo_labels", "DINO, labels spread", "label_spreading"),
     "Distillation from a CNN": ("ablation", "distilled from a CNN", "distillation"),
     "Ensemble of 4, against 4x steps": ("ensembles", "ensemble of 4", "deep_ensembles"),
-    "Distilled ensemble, vs 4x steps": ("ensembles", "distilled from the ensemble, four times the steps", "deep_ensembles"),
+    "Distilled ensemble, against 4x steps": (
+        "ensembles", "distilled from the ensemble, four times the steps", "deep_ensembles",
+    ),
     "2-D sines, temperature 10,000": ("explain", "2-D sines", "positions"),
     "2-D sines, default": ("ablation", "2-D sines", "positions"),
     "PEG for learned positions": ("ablation", "PEG", "conditional_positions"),
