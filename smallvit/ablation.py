@@ -315,9 +315,7 @@ def with_dependencies(
 ) -> tuple[list[ArmRun], list[dict[str, int]]]:
     """Add to the list of runs `entries` the earlier runs that must be trained first, such as pretraining. Return the longer
     list, and for each run a dict from "init" or "teacher" to the position of the earlier run. `recipe` lists all runs of the
-    recipe: an earlier run that is one of them keeps its name.
-
-    Each earlier run is added once. An earlier run that is in `recipe` keeps the name of its arm.
+    recipe: an earlier run that is one of them keeps the name of its arm. Each earlier run is added once.
     """
     entries = list(entries)
     arms = {fingerprint(entry.run): entry for entry in recipe}

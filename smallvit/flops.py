@@ -86,14 +86,14 @@ def closed_form(
     image: tuple[int, int] | None = None, embed: float | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Return the multiply-adds (MACs) of a ViT for one image, computed by a formula, as a dict with the keys `embed`
-    (tokenizer and positions), `blocks`, `reduction` (merging and pruning of tokens) and `head`. Optional: `tokens` holds the
-    number of tokens in the attention and in the MLP of each block, `image` is the image size (height, width), and `embed` is
-    the MACs of the tokenizer and the positions, if known already.
+    (tokenizer and positions), `blocks`, `reduction` (merging and pruning of tokens, which published figures leave out) and
+    `head` (with the layers of a pool).
 
-    The keys are `embed`, `blocks`, `reduction` (the cost of the reduction itself, which published figures leave out) and `head`
-    (with the layers of a pool). `tokens` are the (n, m) of each block, by default those of `tokens_per_layer`. `embed` is the
-    result of `embed_macs`, if known already. If a reduction asks a fused kernel for its attention map, this second computation
-    is not counted.
+    tokens  numbers of tokens in the attention and in the MLP of each block; by default those of `tokens_per_layer`
+    image   image size (height, width); by default that of the model
+    embed   the result of `embed_macs`, if known already
+
+    If a reduction asks a fused kernel for its attention map, this second computation is not counted.
 
     Raises   ValueError if the tokens depend on the image and are not given, or for attention without a projection `proj`.
     """

@@ -21,12 +21,11 @@ FILE = "looks.json"
 
 class Looks(NamedTuple):
     """The numbers of seeds of a comparison of arms (variants). It is tested at planned numbers of seeds; each test is a look.
-    Until it is decided, runs with more seeds are trained. `schedule` lists the planned numbers in rising order. `seeds` is a
-    dict from an arm and its condition, such as the number of labels, to its present number of seeds.
+    Until it is decided, runs with more seeds are trained.
 
     schedule  the numbers of seeds at which the comparison is tested, in rising order
-    seeds     a dict from the cell of a run (see `ArmRun.cell`) to its number of seeds. A cell that is absent has the seeds of
-              the first look
+    seeds     a dict from the cell of a run, its arm and its condition (see `ArmRun.cell`), to its present number of seeds. A
+              cell that is absent has the seeds of the first look
     """
 
     schedule: tuple[int, ...]

@@ -108,8 +108,7 @@ POOLINGS = {"average": nn.AvgPool2d, "max": nn.MaxPool2d}
 
 
 class ResNet(nn.Module):
-    """A residual network (ResNet) of timm with random initial weights, for comparison with a Vision Transformer. The option
-    `name` is the name of the model in timm.
+    """A residual network (ResNet) of timm with random initial weights, for comparison with a Vision Transformer.
 
     `name` is the model's name in timm, any of `timm.list_models(module="resnet")`. With `small_stem`, images with a side under
     64 pixels pass one 3x3 convolution with stride 1 and no pooling before the first stage. Images of any size work, except 28 x

@@ -95,9 +95,7 @@ def train_until_decided(
     recipe: str,
 ) -> list[ArmRun]:
     """Train runs, test the comparison at each planned number of seeds (a look), and add seeds to arms (variants) without a
-    verdict, until none needs more. Return all runs with the added seeds. `declared` are all runs in the recipe file, `runs` the
-    selected ones, `looks` the schedule, `train` the training function, `options` the command-line arguments, `out` the results
-    folder and `recipe` the recipe's name.
+    verdict, until none needs more. Return all runs with the added seeds.
 
     The number of seeds of each arm is written to `looks.json` before its runs are trained, so the command can be started again
     after an interruption.
@@ -107,6 +105,7 @@ def train_until_decided(
               conditions only
     looks     the schedule, and the present number of seeds of each arm in each condition
     train     the function that trains runs; it is called with these runs and with all runs of the recipe
+    options   the arguments of the command line
     out       the folder of all results; `recipe` is the name of the recipe file
     """
     cells = {entry.cell for entry in runs}

@@ -108,12 +108,11 @@ def reconstruction_figure(mae: MAE, images: Images, *, seed: int = 0) -> Figure:
 
 
 def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int = 10) -> Figure:
-    """Return a matplotlib figure that shows many images in a grid, for example misclassified images. `titles` holds one title
-    for each image. The option `columns` is the number of images in a row.
+    """Return a matplotlib figure that shows many images in a grid, for example misclassified images.
 
     `images` are `Images`, or pixels of shape (batch, channels, height, width), as bytes or as floats. Where some floats lie
     outside of [0, 1], the smallest value of all images is drawn in black and the largest one in white. `titles` has one text
-    per image, or is empty.
+    per image, or is empty. `columns` is the number of images in a row.
 
     gallery(test.take(wrong), [f"{guess}, not {label}" for guess, label in zip(guesses[wrong], test.labels[wrong])])
 

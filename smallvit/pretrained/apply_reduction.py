@@ -14,9 +14,7 @@ from .convert import from_timm
 
 
 def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None = None) -> ViT:
-    """Return a copy of a trained model that merges or prunes tokens, without training it again. `reduction` is the class that
-    does so, with its options: for example `partial(Merge, r=8)`. If images are given as `timed_on`, the reduction is left out
-    when it makes the model slower on these images.
+    """Return a copy of a trained model that merges or prunes tokens, without training it again.
 
     `model` is a `ViT`, or a timm Vision Transformer, which is converted by `from_timm` first. It is left unchanged. Its frozen
     parameters (`requires_grad=False`) are frozen in the copy too. `reduction` is a class or a partial, such as

@@ -120,9 +120,7 @@ def next_looks(
     records: Sequence[Record], looks: Sequence[int] = LOOKS, *, max_seeds: int | None = None, earlier: int = 0
 ) -> dict[Cell, int]:
     """Return which arms (variants) need more seeds before they are decided, as a dict from (condition, arm) to a number of
-    seeds. A look is a test at a planned number of seeds; `looks` lists these numbers. `records` are the results of all runs so
-    far. `earlier` is the number of comparisons whose arms were removed from the recipe file; they still count for the Holm
-    correction.
+    seeds. A look is a test at a planned number of seeds. `records` are the results of all runs so far.
 
     The number is that of the next look of an arm. The dict is empty if nothing is left to do.
 
@@ -136,7 +134,7 @@ def next_looks(
     looks      numbers of seeds at which the comparisons are tested: `LOOKS`, or `ADDED_LOOKS` if the recipe had a result
                with 8 seeds before
     max_seeds  looks with more seeds are not asked for; the tests stay those of the whole schedule
-    earlier    number of finished comparisons whose arms were removed from the recipe file
+    earlier    number of finished comparisons whose arms were removed from the recipe file; they count for the Holm correction
     """
     comparison = compare([replace(r, looks=list(looks)) for r in records], earlier)
     rows = {(row.condition, row.arm): row for row in comparison.rows}
