@@ -16,7 +16,7 @@
 # used, and writes an answer and a trained model. This notebook runs it and shows the results.
 #
 # The notebook draws its own images. To use your own folder, skip the cell that draws them. It needs
-# `pip install 'smallvit[tune,export]'`.
+# `pip install 'smallvit[export]'`.
 
 # %%
 # %matplotlib inline

@@ -494,13 +494,6 @@ def test_wrong_arguments_are_refused(words, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_command_without_optuna_says_what_to_install_before_anything_is_read(monkeypatch, capsys):
-    shapes(8)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["advise", "shapes"]) == 2 and "smallvit advise needs Optuna" in capsys.readouterr().err
-    assert not Path("advice").exists()
-
-
 def test_texts_of_the_answer():
     assert names_of([Option("a", {})]) == "a" and names_of([Option(name, {}) for name in "abcd"]) == "a, b, c and d"
     assert Option("x", {}).cost == 1

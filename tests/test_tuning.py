@@ -377,6 +377,15 @@ def test_arm_whose_weights_are_gone_keeps_its_tuned_settings(tmp_path, monkeypat
     assert read(tuned_file(path))[1] == tuned
 
 
+def test_choice_is_the_same_without_optuna(tmp_path, fake_launch, monkeypatch):
+    chosen = tune_arms(trials(comparison()), tmp_path, recipe="with")
+    monkeypatch.setattr(loop, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    again = tune_arms(trials(comparison()), tmp_path, recipe="without")
+    assert [(arm.settings, arm.trials) for arm in again] == [(arm.settings, arm.trials) for arm in chosen] and chosen
+    assert not (tmp_path / "tuning" / "without" / "journal.log").exists()
+
+
 @pytest.mark.slow
 def test_optuna_shows_all_trials_also_after_a_kill_in_the_middle_of_a_line(tmp_path, fake_launch):
     from optuna import load_study

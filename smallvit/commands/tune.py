@@ -49,7 +49,6 @@ def main(options: argparse.Namespace) -> int:
     device = cuda_for_auto(options.device)
     check_device(device)
     check_out(Path(options.out))
-    check_optuna("tune")
     path = find_recipe(options.recipe)
     module = load_recipe(path, tuned=False)
     common = runs_to_tune(module.RUNS)
@@ -109,14 +108,6 @@ def untuned_note(runs: Sequence[ArmRun], recipe: str, out: str = "runs") -> str:
     """
     tuned = any(entry.tuning is not None for entry in runs)
     return "note: " + text if tuned and (text := untuned_text(untuned_cells(runs), recipe, out)) else ""
-
-
-def check_optuna(command: str):
-    """Raise ValueError if Optuna, which the command `command` needs for its trials, is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec("optuna") is None:
-        raise ValueError(f"smallvit {command} needs Optuna, which is not installed; run pip install 'smallvit[tune]'")
 
 
 def still_valid(

@@ -1,7 +1,6 @@
-"""The settings of the trials of `smallvit tune`: points of a Sobol sequence by Optuna, the same for all arms."""
+"""The settings of the trials of `smallvit tune`: points of a Sobol sequence, the same for all arms."""
 
 import math
-import warnings
 from typing import Any
 
 from smallvit.ranges import Range, Tune
@@ -33,18 +32,13 @@ def suggestions(tune: Tune, ranges: dict[str, Range], recipe_values: dict[str, A
 
 
 def sobol(dimensions: int, count: int, seed: int) -> list[list[float]]:
-    """Return the first `count` points of a scrambled Sobol sequence by Optuna, as lists of numbers from 0 to 1."""
-    import optuna
+    """Return the first `count` points of a scrambled Sobol sequence by SciPy, as lists of numbers from 0 to 1."""
+    from scipy.stats.qmc import Sobol
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    unit: Any = {f"{index:03}": optuna.distributions.FloatDistribution(0.0, 1.0) for index in range(dimensions)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler = optuna.samplers.QMCSampler(scramble=True, seed=seed)
-    study = optuna.create_study(sampler=sampler)
-    study.enqueue_trial(dict.fromkeys(unit, 0.5))  # Optuna learns the names from the first trial, which is not used
-    study.tell(study.ask(unit), 0.0)
-    return [list(study.ask(unit).params.values()) for _ in range(count)]
+    if not dimensions:
+        return [[] for _ in range(count)]
+    points = Sobol(dimensions, seed=seed).random_base2((count - 1).bit_length())  # seed=: rng= would give other points
+    return points[:count].tolist()
 
 
 def value_at(values: Range, position: float) -> Any:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Candidates:
     runs      the run of each trial, for any seed
     scores    for each trial its validation accuracies, one for each seed; None for a run whose loss became infinite
     records   the records (results) of all runs of these trials, by fingerprint
-    trials    the trials in Optuna's study
+    trials    the trials in Optuna's study, if Optuna is installed
     """
 
     entry: ArmRun
@@ -194,8 +195,8 @@ def tune_arms(
 
     Runs that have finished in this folder are not trained again.
 
-    The trials are also written to a file of Optuna, `journal.log` in this folder, with one study for each arm and number of
-    labels. The test images are not read.
+    If Optuna is installed, the trials are also written to a file of Optuna, `journal.log` in this folder, with one study for
+    each arm and number of labels. The test images are not read.
 
     todo     the trials, as `candidates` returns them
     options  `stack`, `device` and `numerics`, as for `launch`; so are `recipe`, `source`, `jobs` and `show`
@@ -361,15 +362,13 @@ def on_all_images(differences: Sequence[Any], drawn: Sequence[Any]) -> Any:
 
 @contextmanager
 def open_journal(folder: Path) -> Iterator[Any]:
-    """Context manager that opens Optuna's file of the trials in `folder`, and yields it as an Optuna storage. The folder is
-    locked, so that only one process tunes there. If an earlier process was killed while it wrote a line, this incomplete last
-    line is removed.
+    """Context manager that opens Optuna's file of the trials in `folder`, and yields it as an Optuna storage, or None if Optuna
+    is not installed. The folder is locked, so that only one process tunes there. If an earlier process was killed while it
+    wrote a line, this incomplete last line is removed.
 
     Raises ValueError if another process has locked the folder.
     """
     from filelock import FileLock, Timeout
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
     folder.mkdir(parents=True, exist_ok=True)
     path, lock = folder / "journal.log", FileLock(folder / ".lock", timeout=0)
@@ -378,6 +377,12 @@ def open_journal(folder: Path) -> Iterator[Any]:
     except Timeout:
         raise ValueError(f"another process is tuning in {folder}; wait until it has ended, or choose another --out") from None
     try:
+        if find_spec("optuna") is None:
+            yield None
+            return
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
         if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
             path.write_bytes(content[: content.rfind(b"\n") + 1])
         Path(f"{path}.lock").unlink(missing_ok=True)  # left by a kill
@@ -389,8 +394,10 @@ def open_journal(folder: Path) -> Iterator[Any]:
 def new_study(storage: Any, arm: Candidates) -> list[Any]:
     """Create the Optuna study of one arm (variant) at one number of labels, and return its Optuna trials. `storage` is the
     Optuna storage, and `arm` is the `Candidates` object with the settings to try. An earlier study of the same name is deleted;
-    no result is lost, because each finished run has a record (saved results).
+    no result is lost, because each finished run has a record (saved results). Without a storage there are no Optuna trials.
     """
+    if storage is None:
+        return []
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -400,6 +407,7 @@ def new_study(storage: Any, arm: Candidates) -> list[Any]:
         kind = IntDistribution if all(isinstance(end, int) for end in values) else FloatDistribution
         return kind(*values, log=is_logarithmic(values))  # type: ignore[arg-type]
 
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     with suppress(KeyError):
         optuna.delete_study(study_name=arm.place, storage=storage)
     study = optuna.create_study(study_name=arm.place, storage=storage, direction="maximize", pruner=optuna.pruners.NopPruner())
@@ -416,24 +424,23 @@ def report_trials(arm: Candidates, trained: Sequence[int], seeds: int):
 
     Trials whose loss became infinite are not reported, and are marked as failed instead of pruned.
     """
-    import optuna
-
     for index, trial in enumerate(arm.trials):
         if index in trained and None not in arm.scores[index]:
             trial.report(mean(arm.scores[index]), step=seeds)
         elif index not in trained and not is_closed(trial):
-            state = optuna.trial.TrialState
-            trial.study.tell(trial, state=state.FAIL if None in arm.scores[index] else state.PRUNED)
+            from optuna.trial import TrialState
+
+            trial.study.tell(trial, state=TrialState.FAIL if None in arm.scores[index] else TrialState.PRUNED)
 
 
 def close_study(arm: Candidates):
     """Mark the trials that were trained with all seeds as complete in Optuna, or as failed if their loss was infinite."""
-    import optuna
-
     for index, trial in enumerate(arm.trials):
         if not is_closed(trial):
             if None in arm.scores[index]:
-                trial.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                from optuna.trial import TrialState
+
+                trial.study.tell(trial, state=TrialState.FAIL)
             else:
                 trial.study.tell(trial, mean(arm.scores[index]))
 

@@ -14,7 +14,6 @@ from smallvit.report.format import join_names
 from ..inspection import Inspection, inspect_images
 from ..new import findings
 from ..recipe_template import data_options
-from ..tune import check_optuna
 from .advisor import MEASURE, Advisor
 from .plan import Plan, divide, validation_images
 
@@ -47,7 +46,6 @@ def main(options: argparse.Namespace) -> int:
     check_into(out)
     options.device = cuda_for_auto(options.device)
     check_device(options.device)
-    check_optuna("advise")
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
     images = inspect_images(folder, options.digits, options.group_by, options.size, MOST_PATCHES)
     guessed = not (options.digits or options.photos)

@@ -1,7 +1,7 @@
 """The trials of `smallvit advise`: the options of one group are compared on validation images, and the best one is chosen.
 
 All options are trained with two seeds, and the better half with four (successive halving). The code of `smallvit tune` trains
-the trials and writes them to an Optuna journal. The choice depends on the scores only, not on the order in which runs end.
+the trials. The choice depends on the scores only, not on the order in which runs end.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,9 @@ def try_options(
 
     Raises   ValueError if a run fails for another reason than an infinite loss.
     """
-    import optuna
-
     arms = [entry for entry in load_recipe(recipe).RUNS if entry.seed == 0]
     group = candidates(arms, name)
     options |= {"recipe": recipe.stem, "source": recipe, "show": show}
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     with open_journal(out / recipe.stem) as storage:
         group.trials = new_study(storage, group)
         for left, seeds in ((len(arms), SEEDS[0]), (max(2, -(-len(arms) // 2)), SEEDS[1])):
