@@ -7,6 +7,7 @@ do not tile an image, ValueError names the patch size, the image size and the ne
 
 from collections.abc import Callable, Sequence
 from math import ceil, floor, prod
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -248,7 +249,7 @@ def check_pair(image: Any) -> Image:
 
 def check_side(patch: Any):
     """Raise ValueError if the side of a patch is not a whole number of pixels."""
-    if not isinstance(patch, int) or isinstance(patch, bool):
+    if not isinstance(patch, Integral) or isinstance(patch, bool):
         raise ValueError(f"patch is {patch!r}; expected the side of a square patch in pixels, such as 4")
 
 

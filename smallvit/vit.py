@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -371,7 +372,7 @@ def check_integers(**numbers: tuple[int, int]):
     of at least 0.
     """
     for name, (number, minimum) in numbers.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
+        if not isinstance(number, Integral) or isinstance(number, bool) or number < minimum:
             raise ValueError(f"{name} is {number!r}; expected an integer of at least {minimum}")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from smallvit.attention import Attention, LocalityAttention
 from smallvit.attention_positions import Rotary, places_of
 from smallvit.pooling import ClassToken, DistilledTokens, MeanTokens, Projected, SequencePool
 from smallvit.positions import PEG, Learned, SinCos1d, SinCos2d
-from smallvit.reduction import LayerContext
+from smallvit.reduction import LayerContext, Merge, Prune
 from smallvit.references import LeNet, Pixels, ResNet, SmallCNN
 from smallvit.tokenizers import ConvStem, ConvTokenizer, PatchEmbed, Resized, ShiftedPatchEmbed
 from smallvit.vit import Block, DropPath, LayerScale, ViT, drop_path_rates, initialize
@@ -401,6 +402,14 @@ def test_drop_path_skips_each_branch_of_a_block_independently():
     assert len(kinds) == 4 and counts.min() > 25
     assert any((kind == 0).all() for kind in kinds)
     assert_close(made.eval()(x)[0], made(x[:1])[0].expand(200, -1, -1))
+
+
+def test_numbers_of_numpy_are_numbers():
+    make = partial(ViT, (np.int64(8), np.int64(8)), np.int64(1), np.int64(5), depth=np.int64(2), heads=np.int32(2))
+    for reduction in (None, partial(Merge, r=np.int64(1)), partial(Merge, r=np.float64(0.2)), partial(Prune, keep=np.float32(0.5))):
+        model = make(dim=np.int64(16), tokenizer=partial(PatchEmbed, patch=np.int64(2)), reduction=reduction)
+        assert initialize(model, np.int64(3)).eval()(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
+    assert len(smallvit.digits().subset(labels=np.int64(50), val=np.int64(20), seed=np.int64(0)).train) == 50
 
 
 def test_dropout_acts_on_both_branches_and_inside_the_mlp_in_training_only():

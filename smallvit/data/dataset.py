@@ -7,6 +7,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -286,7 +287,7 @@ class Dataset:
             )
         source = self.train if self.val is None else self.val
         for name, count, most in (("labels", labels, len(self.train)), ("val", val, len(source))):
-            if count is not None and (not isinstance(count, int) or not 0 <= count <= most):
+            if count is not None and (not isinstance(count, Integral) or not 0 <= count <= most):
                 raise ValueError(f"{name}={count!r}: expected None or a number from 0 to {most}, the number of images")
         if self.val is None:
             held_out = min(1000, len(self.train) // 5) if val is None else val

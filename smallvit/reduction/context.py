@@ -1,6 +1,7 @@
 """The position of a reduction in the model, and operations on tokens that several reductions use."""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,6 @@ def check_fraction(keep: float, name: str) -> float:
     """Return `keep`, the fraction of patches to keep, as a float. Raise ValueError unless `keep` is above 0 and at most 1.
     `name` is the name of the option in the error message.
     """
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+    if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < keep <= 1:
         raise ValueError(f"{name} is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")
     return float(keep)

@@ -1,6 +1,7 @@
 """Merge (ToMe): similar patches become one token."""
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -102,6 +103,8 @@ def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> lis
 
     `r` and `inflect` are the options of `Merge`. Raise ValueError if they are out of range.
     """
+    if isinstance(r, Real) and not isinstance(r, bool | int | float):  # a number of NumPy
+        r = int(r) if isinstance(r, Integral) else float(r)
     if isinstance(r, bool) or not isinstance(r, (int, float, tuple, list)):
         raise ValueError(f"r is {r!r}; expected a number of merges (0 or more), a fraction up to 0.5, or one of these a layer")
     if not -1 <= inflect <= 1:
