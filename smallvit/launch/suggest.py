@@ -37,8 +37,8 @@ def sobol(dimensions: int, count: int, seed: int) -> list[list[float]]:
 
     if not dimensions:
         return [[] for _ in range(count)]
-    points = Sobol(dimensions, seed=seed).random_base2((count - 1).bit_length())  # seed=: rng= would give other points
-    return points[:count].tolist()
+    sequence = Sobol(dimensions, seed=seed)  # pyright: ignore[reportCallIssue]  # rng= would give other points
+    return sequence.random_base2((count - 1).bit_length())[:count].tolist()
 
 
 def value_at(values: Range, position: float) -> Any:
