@@ -49,8 +49,8 @@ def standard_references(arms: list[Run]) -> dict[str, Run]:
     references = {"pixels, logistic regression": replace(pixels, evaluators=probes), "pixels, nearest neighbour": pixels}
     if baseline.steps:
         transforms = tuple(transform for transform in baseline.augment if not isinstance(transform, MultiCrop))
-        cnn = dict(model=SmallCNN, augment=transforms, evaluators=evaluators_of_model(judge))
-        references["small CNN"] = replace(baseline, **SUPERVISED, **cnn)
+        evaluators = evaluators_of_model(judge)
+        references["small CNN"] = replace(baseline, model=SmallCNN, augment=transforms, **SUPERVISED, evaluators=evaluators)
     probed = next((run for run in arms if declaration(run.evaluators[0]).probe), None)
     return references if probed is None else references | {RANDOM: replace(probed, **untrained)}
 

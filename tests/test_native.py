@@ -1437,7 +1437,7 @@ def test_objectives_and_options_train_alike(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    slow_after(1, [{"attention": LocalityAttention}, {"reduction": partial(Merge, r=3)}, {"block": partial(Block, activation="swiglu")}]),
+    [{"attention": LocalityAttention}, {"reduction": partial(Merge, r=3)}, {"block": partial(Block, activation="swiglu")}],
     ids=["LSA", "merging", "SwiGLU"],
 )
 def test_stack_equals_single_runs(options, tmp_path):

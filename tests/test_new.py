@@ -158,7 +158,6 @@ def test_parts_under_other_names_are_no_classes():
     assert baseline(written("parts")).data().test.count == 12
 
 
-@pytest.mark.slow
 def test_arms_of_the_recipe_train(tmp_path):
     """The slow test below trains all of them."""
     photos()

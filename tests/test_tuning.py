@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toys import TINY_VIT, slow_after
+from toys import TINY_VIT
 
 from smallvit import MAE, ArmRun, Block, LocalityAttention, Run, ablate, carry_over, digits, fit, imagenet_vit_s, knn
 from smallvit.__main__ import main
@@ -620,7 +620,7 @@ def test_choice_that_is_not_the_best_trial_with_all_seeds_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option, values", slow_after(1, [("registers", [0, 8]), ("depth", [1, 2]), ("dim", (16, 64))]))
+@pytest.mark.parametrize("option, values", [("registers", [0, 8]), ("depth", [1, 2]), ("dim", (16, 64))])
 def test_options_that_change_a_matched_cost_are_not_tuned(option, values):
     arms = {"scratch": BASE, "deep": BASE.vary(depth=3)}
     with pytest.raises(ValueError, match=rf"Tune has {option}=.*match='macs' keeps them equal; leave {option} out of Tune"):

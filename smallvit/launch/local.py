@@ -40,9 +40,8 @@ class LocalEngine(Engine):
     def __init__(self, settings: Settings, groups: int, jobs: int | None = None, gpus: Sequence[str] = ()):
         self.slots = max(1, min(len(gpus) or jobs or cores(), groups))
         context = get_context("spawn") if gpus else process_context(settings.device)
-        of_gpu = [{VISIBLE: gpu} for gpu in gpus] or [{}] * self.slots
-        variables = worker_variables()
-        self.workers = [Worker(context, settings, variables | of_gpu[slot]) for slot in range(self.slots)]
+        variables = [{VISIBLE: gpu} for gpu in gpus] or [{}] * self.slots
+        self.workers = [Worker(context, settings, variables[slot]) for slot in range(self.slots)]
         self.busy: dict[Future, Worker] = {}
 
     def start(self, group: list[int], tasks: list[Task]):
@@ -137,14 +136,14 @@ class Worker:
 
     context    the multiprocessing context
     settings   what is the same for all runs
-    variables  environment variables that only this process has, such as the GPU that it uses
+    variables  environment variables that only this process has, such as the GPU that it uses; see also `worker_variables`
     group      positions of the runs that it trains
     folders    the folders of these runs
     progress   shared array with one number: the steps done, or -1 before the worker has begun
     """
 
     def __init__(self, context: Any, settings: Settings, variables: Mapping[str, str] | None = None):
-        self.context, self.settings, self.variables = context, settings, dict(variables or {})
+        self.context, self.settings, self.variables = context, settings, worker_variables() | dict(variables or {})
         self.group: list[int] = []
         self.folders: list[Path] = []
         self.restart()

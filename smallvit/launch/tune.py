@@ -424,23 +424,28 @@ def report_trials(arm: Candidates, trained: Sequence[int], seeds: int):
 
     Trials whose loss became infinite are not reported, and are marked as failed instead of pruned.
     """
+    if not arm.trials:
+        return
+    import optuna
+
     for index, trial in enumerate(arm.trials):
         if index in trained and None not in arm.scores[index]:
             trial.report(mean(arm.scores[index]), step=seeds)
         elif index not in trained and not is_closed(trial):
-            from optuna.trial import TrialState
-
-            trial.study.tell(trial, state=TrialState.FAIL if None in arm.scores[index] else TrialState.PRUNED)
+            state = optuna.trial.TrialState
+            trial.study.tell(trial, state=state.FAIL if None in arm.scores[index] else state.PRUNED)
 
 
 def close_study(arm: Candidates):
     """Mark the trials that were trained with all seeds as complete in Optuna, or as failed if their loss was infinite."""
+    if not arm.trials:
+        return
+    import optuna
+
     for index, trial in enumerate(arm.trials):
         if not is_closed(trial):
             if None in arm.scores[index]:
-                from optuna.trial import TrialState
-
-                trial.study.tell(trial, state=TrialState.FAIL)
+                trial.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
                 trial.study.tell(trial, mean(arm.scores[index]))
 

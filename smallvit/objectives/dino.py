@@ -183,14 +183,13 @@ class DINO(Objective):
             logits = teacher_logits
             if self.bank is not None:
                 logits = self.with_neighbours(self.bank, batch.images, teacher_logits, center[0], temperature, progress)
-        with torch.autocast(batch.images.device.type, enabled=False):
+        with torch.autocast(batch.images.device.type, enabled=False):  # half precision would find other neighbors for KoLeo
             loss = self.loss(list(logits.split(b)), list(student_logits.split(b)), teacher_temp=temperature)
+            if self.koleo:
+                loss = loss + self.koleo * sum(self.koleo_loss(as_float32(x)) for x in features[0].split(b)) / 2
         if logits is not teacher_logits:  # the center follows the teacher's own outputs
             self.loss.center.copy_(center)
             self.loss.update_center(torch.stack(teacher_logits.split(b)))
-        if self.koleo:
-            with torch.autocast(batch.images.device.type, enabled=False):  # half precision would find other neighbors
-                loss = loss + self.koleo * sum(self.koleo_loss(as_float32(x)) for x in features[0].split(b)) / 2
         if self.patch_term is not None:
             temperatures = self.temperature(progress, self.patch_term.temperature), self.loss.student_temp
             term = self.patch_term.loss(teacher_patches, patches, hidden, *temperatures, self.loss.center_momentum)
