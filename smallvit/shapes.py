@@ -34,6 +34,9 @@ KINDS: dict[str, Kind] = {
     "value": ("a text or a number", lambda value: isinstance(value, str | bool | None) or is_number(value)),
     "any": ("anything", lambda value: True),
 }
+TESTS = {name: test for name, (words, test) in KINDS.items()}
+TESTS |= {f"{name}?": lambda value, test=test: value is None or test(value) for name, (words, test) in KINDS.items()}
+PLAIN = str, bool, type(None)
 COSTS = {"images_seen?": "amount", "steps?": "amount", "seconds?": "amount"}
 VALUES: Any = "value", ["value"]
 
@@ -129,8 +132,10 @@ def plain_problem(value: Any, place: str, depth: int = 0) -> str:
     if isinstance(value, dict | list):
         if depth > DEEPEST:
             return f"{place:.60} has more than {DEEPEST} levels; expected fewer"
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return next((found for key, item in items if (found := plain_problem(item, f"{place}.{key}", depth + 1))), "")
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if type(item) not in PLAIN and not is_number(item) and (found := plain_problem(item, f"{place}.{key}", depth + 1)):
+                return found
+        return ""
     if type(value) in (int, float) and not is_number(value):
         return f"{place:.200} is {shown(value)}; expected finite numbers, of at most {LARGEST:.0e}"
     return ""
@@ -141,17 +146,16 @@ def shape_problem(value: Any, shape: Any, place: str) -> str:
     the path to the value.
     """
     if isinstance(shape, str):
-        words, test = KINDS[shape.rstrip("?")]
-        nothing = " or null" * shape.endswith("?")
-        if (nothing and value is None) or test(value):
-            return ""
-        return f"{place:.200} is {shown(value)}; expected {words}{nothing}"
+        words, nothing = KINDS[shape.rstrip("?")][0], " or null" * shape.endswith("?")
+        return "" if TESTS[shape](value) else f"{place:.200} is {shown(value)}; expected {words}{nothing}"
     if isinstance(shape, tuple):
         found = [shape_problem(value, each, place) for each in shape]
         return "" if "" in found else found[0]
     if isinstance(shape, list):
         if not isinstance(value, list) or (len(shape) > 1 and len(value) != len(shape)):
             return f"{place:.200} is {shown(value)}; expected a list" + f" of {len(shape)} items" * (len(shape) > 1)
+        if isinstance(shape[0], str) and len(shape) == 1 and all(map(TESTS[shape[0]], value)):
+            return ""  # most lists are of this kind, and long
         shapes = shape * len(value) if len(shape) == 1 else shape
         pairs = enumerate(zip(value, shapes))
         return next((found for k, (item, each) in pairs if (found := shape_problem(item, each, f"{place}[{k}]"))), "")
@@ -163,6 +167,8 @@ def shape_problem(value: Any, shape: Any, place: str) -> str:
         each = shape.get(name, shape.get(f"{name}?", shape.get(...)))
         if each is None:
             return f"{place:.200} has the unknown name {shown(name)}"
+        if isinstance(each, str) and TESTS[each](item):
+            continue
         if found := shape_problem(item, each, f"{place}.{name}"):
             return found
     return ""
@@ -195,8 +201,10 @@ def component_problem(value: Any, place: str) -> str:
             return found
     elif not isinstance(value, list):
         return ""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return next((found for key, item in items if (found := component_problem(item, f"{place}.{key}"))), "")
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(item, dict | list) and (found := component_problem(item, f"{place}.{key}")):
+            return found
+    return ""
 
 
 def sizes_problem(record: dict[str, Any]) -> str:

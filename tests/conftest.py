@@ -36,10 +36,12 @@ def workdir(tmp_path, monkeypatch, request):
 
 
 @pytest.fixture
-def unrendered(monkeypatch):
-    """Plot the figures of reports, but do not convert them to SVG. This takes most of the time of a short `smallvit run`."""
-    for module in ("figures", "class_figures"):
-        monkeypatch.setattr(f"smallvit.report.{module}.svg", lambda figure, name, label: "")
+def without_figures(monkeypatch, request):
+    """Leave the figures out of reports, except in tests with the mark `figures`. They take most of the time of a short run."""
+    if request.node.get_closest_marker("figures") is None:
+        from toys import leave_out_figures
+
+        leave_out_figures(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -47,4 +49,6 @@ def fixed_seed():
     """Every test starts from the same state of torch's generator."""
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a traceback for each kind of device that is not there
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)

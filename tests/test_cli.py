@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import write_recipe
+from toys import leave_out_figures, write_recipe
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, accuracy, digits, flops, folder, linear_probe
 from smallvit.__main__ import main
@@ -31,6 +31,7 @@ from smallvit.train.fit import new_record
 from smallvit.train.loop import Training
 from smallvit.verdicts import compare
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 RECIPE = '''
 """Does locality attention help a very small model?
 
@@ -79,6 +80,7 @@ def test_list_shows_every_recipe_with_its_question_also_beside_broken_ones(capsy
     assert all(path.stem in out for path in recipe_files()) and "quickstart" in out
 
 
+@pytest.mark.figures
 def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch,+LSA,references", "--jobs", "1"]) == 0
     captured = capsys.readouterr()
@@ -109,7 +111,6 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unrendered")
 def test_a_comparison_is_published_in_parts(workdir, capsys):
     small = RECIPE.replace("seeds=range(2)", "seeds=[0], references=False")
     write_recipe(small.replace("labels=[20, 40]", "labels=[20]"))
@@ -145,7 +146,6 @@ def test_one_committed_record_stands_for_a_reference_at_every_length():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unrendered")
 def test_dry_run_describes_the_arms_and_counts_finished_runs(workdir, capsys):
     assert main(["run", "mine.py", *SMALLEST, "--out", "mine"]) == 0
     capsys.readouterr()
@@ -353,7 +353,6 @@ def test_smoke_test_trains_every_arm_and_leaves_the_real_runs_alone(workdir, cap
     assert not (workdir / "runs" / "mine").exists()
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_longer_runs_have_their_own_folder_and_report(workdir):
     assert main(["run", "mine.py", "--scale-steps", "2", *SMALLEST]) == 0
     folder = workdir / "runs" / "scale-steps-2" / "mine"
@@ -574,7 +573,6 @@ def test_recipe_may_have_several_baselines_if_every_arm_names_its_own():
 # Runs that fail or were damaged
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_failing_arm_gives_status_1_and_the_others_are_reported(workdir, capsys):
     write_recipe(RECIPE.replace(LSA, '"odd": scratch.vary(heads=3)'))
     assert main(["run", "mine.py", "--only", "labels=20", "seed=0", "--jobs", "1"]) == 1
@@ -602,7 +600,6 @@ class Mine(LocalityAttention):
     ],
     ids=["type error", "exception that cannot be pickled"],
 )
-@pytest.mark.usefixtures("unrendered")
 def test_error_in_user_code_shows_the_line_and_the_record_has_the_traceback(code, error, workdir, capsys):
     odd = "\nclass Odd(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
     text = RECIPE.replace("\nscratch =", USER_CLASS.replace("return super().forward(*args, **kwargs)", code) + odd + "\nscratch =")
@@ -616,7 +613,6 @@ def test_error_in_user_code_shows_the_line_and_the_record_has_the_traceback(code
     assert record.error.startswith(error) and "train/loop.py" in record.traceback and code in record.traceback
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_damaged_runs_are_named_by_report_and_trained_again_by_run(workdir, capsys):
     assert main(["run", "mine.py", *SMALLEST]) == 0
     torn, other = sorted(workdir.rglob(RECORD))
@@ -637,7 +633,6 @@ def test_damaged_runs_are_named_by_report_and_trained_again_by_run(workdir, caps
     assert len(list(workdir.rglob("*.damaged"))) == 3 and len([r for r in all_records(workdir) if r.finished]) == 2
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_result_at_chance_is_a_warning_in_the_terminal(workdir, capsys):
     write_recipe(RECIPE.replace("steps=6", "steps=6, lr=10.0"))
     assert main(["run", "mine.py", *SMALLEST]) == 0
@@ -646,7 +641,6 @@ def test_result_at_chance_is_a_warning_in_the_terminal(workdir, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unrendered")
 def test_deleted_arm_still_counts_as_a_comparison(workdir):
     assert main(["run", "mine.py", *SMALLEST]) == 0
 
@@ -674,6 +668,7 @@ def many_runs(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("many")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
+        leave_out_figures(patch)
         write_recipe(RECIPE.partition("RUNS =")[0] + MANY)
         assert main(["run", "mine.py", "--jobs", "1"]) == 0
     return place
@@ -697,7 +692,6 @@ def many_runs(tmp_path_factory) -> Path:
         ),
     ],
 )
-@pytest.mark.usefixtures("unrendered")
 def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published(old, new, removed, many_runs, workdir):
     shutil.copytree(many_runs, workdir, dirs_exist_ok=True)
     text = Path("mine.py").read_text()
@@ -713,7 +707,6 @@ def test_comparisons_that_an_edit_removes_stay_in_the_family_also_when_published
         assert len(all_records(workdir)) == len(trained), "a renamed arm was trained again"
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_removed_comparisons_stay_in_the_family_when_recipe_and_folder_are_renamed(many_runs, workdir):
     shutil.copytree(many_runs / "runs" / "mine", workdir / "runs" / "other")
     shutil.copytree(many_runs / "runs" / "mine", workdir / "runs" / "other" / "mine")  # as in a recipe called "explore"
@@ -757,7 +750,6 @@ def test_report_says_that_lines_of_another_machine_are_missing(many_runs, workdi
         (["--only", "arm=scratch,wide", "seed=0,1", "labels=20,40"], [20, 40], [0, 1]),
     ],
 )
-@pytest.mark.usefixtures("unrendered")
 def test_verify_trains_all_runs_that_only_names(words, labels, seeds, many_runs, workdir, monkeypatch, capsys):
     shutil.copytree(many_runs, workdir, dirs_exist_ok=True)
     assert main(["report", "mine.py", "--publish"]) == 0
@@ -777,7 +769,6 @@ def test_verify_trains_all_runs_that_only_names(words, labels, seeds, many_runs,
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unrendered")
 def test_settings_that_were_scored_after_the_shown_ones_are_counted(workdir, capsys):
     """The first settings were the best: their records say 1, because nothing else had been scored then."""
     small = RECIPE.replace("labels=[20, 40], seeds=range(2)", "labels=[20, 40], seeds=[0], references=False")
@@ -806,7 +797,6 @@ def test_longer_runs_leave_out_the_tuned_copies(workdir, capsys):
 # Components defined in a recipe
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_new_attention_in_a_recipe_file_runs_without_touching_the_package(workdir):
     write_recipe('''"""Does attention that ignores distance help?"""
 from functools import partial
@@ -832,7 +822,6 @@ RUNS = ablate({"scratch": scratch, "mean": scratch.vary(attention=partial(MeanAt
     assert attention.pop("recipe_sha256") and attention == {"call": "recipes.mine.MeanAttention", "gain": 2.0}
 
 
-@pytest.mark.usefixtures("unrendered")
 def test_edited_class_of_a_recipe_is_trained_again_but_not_after_a_comment(workdir):
     recipe = RECIPE.replace("\nscratch =", USER_CLASS + "\nscratch =").replace(LSA, '"mine": scratch.vary(attention=Mine)')
 

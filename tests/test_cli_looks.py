@@ -36,7 +36,7 @@ ARMS = {"scratch": scratch, "pixels": pixels, "+LSA": scratch.vary(attention=Loc
 RUNS = ablate(ARMS, labels=[40], seeds=range(2), references=False)
 '''
 UNTIL_DECIDED = ("run", "mine.py", "--until-decided", "--jobs", "1")
-pytestmark = pytest.mark.usefixtures("unrendered")
+pytestmark = pytest.mark.usefixtures("without_figures")
 
 
 def seeds_of_arms(place: Path) -> dict[str, list[int]]:

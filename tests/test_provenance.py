@@ -14,6 +14,7 @@ from smallvit.report.alarms import at_the_edge, below_raw_pixels, no_better_than
 from smallvit.report.provenance import warnings
 from smallvit.verdicts import compare
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 PIXELS = {"model": {"call": "smallvit.references.Pixels"}}
 
 

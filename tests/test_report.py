@@ -24,6 +24,7 @@ from smallvit.report.remarks import failures
 from smallvit.report.settings import changes, hyperparameters, option_names
 from smallvit.verdicts import Condition, compare, holm, pairs_needed
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 DOC = "Does it help?\n\nPaper     arXiv:0000.00000.\nExpected  <a gain>\n          of `some` size.\n\nThe end."
 # fields that a failed run does not have
 UNKNOWN = dict.fromkeys(
@@ -266,6 +267,7 @@ def test_costs_and_missing_runs_concern_only_the_own_baseline():
     assert (four.verdict, four.unequal) == ("better", {})
 
 
+@pytest.mark.figures
 def test_each_baseline_has_its_own_numbers_of_labels_and_seeds():
     rows = [r for r in two_baselines(labels=(100, 1000)) if r.baseline == "patch 2" or (r.labels == 100 and r.seed < 7)]
     c = compare(rows)
@@ -281,6 +283,7 @@ def test_records_without_a_baseline_name_are_compared_with_the_only_baseline():
     assert row_of(rows, "+A").baseline == "scratch"
 
 
+@pytest.mark.figures
 def test_pages_name_each_of_several_baselines():
     rows = two_baselines()
     page, d = markdown(rows, **PAGE), row_of(rows, "ToMe, patch 2").difference
@@ -543,6 +546,7 @@ def test_docstring_becomes_prose():
     assert "<b>Expected.</b> &lt;a gain&gt; of <code>some</code> size." in html(PLAIN, **PAGE)
 
 
+@pytest.mark.figures
 def test_html_is_one_page_that_fetches_nothing_and_escapes_every_name():
     name = "<b>$x$ & _y</b>"
     rows = records({"scratch": 0, name: 0.01}, labels=(100, 1000))
@@ -557,6 +561,7 @@ def test_html_is_one_page_that_fetches_nothing_and_escapes_every_name():
     assert page.count("var(--arm-0)") > 8 and "#0c0c" not in page
 
 
+@pytest.mark.figures
 def test_every_seed_is_on_the_page_and_one_number_of_labels_needs_no_label_axis():
     rows = records({"scratch": 0, "+A": 0.01})
     page = html(rows, **PAGE)
@@ -611,6 +616,7 @@ def test_failed_pass_shows_the_traceback_of_its_own_fold():
     assert second[0].startswith("+A at 1,000 labels, pass 2: failed: fold 1: TypeError: no (mine.py, line 12") and second[1] == TRACEBACK
 
 
+@pytest.mark.figures
 def test_unavailable_arms_are_one_line():
     rows = records({"scratch": 0, "+A": 0, "A": 0, "B": 0}, labels=(10, 20), references=("A", "B"))
     rows = fail(fail(rows, "A", status="unavailable", error="no file"), "B", status="unavailable", error="no file")
@@ -625,6 +631,7 @@ def test_superseded_runs_are_named_at_the_top():
     assert "All 16 runs on this page" in html(change(PLAIN, None, superseded="x"), **PAGE)
 
 
+@pytest.mark.figures
 def test_pages_without_results_say_so():
     rows = records({"scratch": 0, "+A": 0}, labels=(100, 1000))
     failed = change(rows, None, status="failed", error="boom", **UNKNOWN)
@@ -635,6 +642,7 @@ def test_pages_without_results_say_so():
     assert "<svg" not in html(failed, **PAGE) and "nothing to compare" in text(failed)
 
 
+@pytest.mark.figures
 @pytest.mark.slow
 def test_unusual_numbers_are_drawn():
     perfect = change(records({"scratch": 0, "+A": 0}, labels=(10, 20)), None, test={"accuracy": 1.0})
@@ -661,6 +669,7 @@ def test_few_multiply_adds_are_in_thousands():
     assert "| scratch | 1,000 | 0.10 M |" in markdown(change(PLAIN, None, macs=100_000), **PAGE)
 
 
+@pytest.mark.figures
 def test_costs_of_fewer_tokens_are_in_the_tables_and_a_slower_arm_is_marked():
     rows = costed(records({"scratch": 0, "+A": 0, "+B": 0}), **{"+A": (4e6, 0.25e6, 12.34, 0.9), "+B": (6e6, 0, 20, 1.4)})
     page, row = markdown(rows, **PAGE), row_of(rows, "+A")
@@ -681,6 +690,7 @@ def test_costs_of_fewer_tokens_are_in_the_tables_and_a_slower_arm_is_marked():
 # Figures
 
 
+@pytest.mark.figures
 @pytest.mark.filterwarnings("error")
 def test_long_names_are_shortened_in_figures_and_any_script_is_drawn():
     name = f"{'A ' * 75}with a long name, 2"
@@ -690,6 +700,7 @@ def test_long_names_are_shortened_in_figures_and_any_script_is_drawn():
     assert f"{name[:39]}…{name[-20:]}" in seen and name not in seen
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("macs, drawn", [(6e6, True), (4.1e6, False)])
 def test_accuracy_is_drawn_against_macs_if_techniques_differ_in_them(macs, drawn):
     rows = records({"scratch": 0, "+A": -0.01, "+B": 0}, labels=(100, 1000))
@@ -761,6 +772,7 @@ def drawn(rows: list[Record], label: str) -> str:
     return "\n".join(text for svg in pictures if label in svg.get("aria-label") for text in svg.itertext() if text.strip())
 
 
+@pytest.mark.figures
 @pytest.mark.slow
 def test_accuracy_is_drawn_against_a_hyperparameter_with_the_cost_of_each_value():
     rows = change(varied(*WIDTHS, labels=(100, 1000)), "width 128", macs=9_870_000)
@@ -782,6 +794,7 @@ def kept(monkeypatch) -> list:
     return found
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("values, log", [((2, 4, 28), True), ((3, 5, 9), False), ((0, 5, 60), False)])
 def test_a_hyperparameter_with_a_wide_range_has_a_logarithmic_axis(values, log, kept):
     rows = varied(*[(f"{k}", -0.01 * k / 60, {"model.tokenizer.patch": k}) for k in values])
@@ -794,6 +807,7 @@ def test_a_hyperparameter_with_a_wide_range_has_a_logarithmic_axis(values, log, 
     assert found == [means[arm] for arm in sorted(means, key=lambda arm: 7 if arm == "scratch" else int(arm))]
 
 
+@pytest.mark.figures
 def test_learning_curves_show_the_loss_and_the_length_of_an_epoch(kept, monkeypatch):
     rows = varied(*WIDTHS, labels=(100, 1000))
     rows = [replace(r, curve=[[step, 2.0 / step, value] for step, _, value in r.curve or []]) for r in rows]

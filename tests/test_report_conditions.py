@@ -18,6 +18,7 @@ from smallvit.report.provenance import warnings
 from smallvit.report.settings import Trial, tuning_curves
 from smallvit.verdicts import Condition, compare
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 PAGE = {"title": "demo", "doc": "Does it help?"}
 IMAGES = 2_000
 RATES = (0.0005, 0.001, 0.002, 0.004)
@@ -142,6 +143,7 @@ def test_looks_are_on_the_page():
     assert "looks at" not in markdown(cell({"scratch": 0, "+A": 0.1}), **PAGE).partition("## How to read")[0]
 
 
+@pytest.mark.figures
 def test_an_arm_that_is_compared_with_another_arm_says_so():
     rows = cell({"scratch": 0, "+A": 0.05, "+A +B": 0.06})
     rows = [replace(r, baseline="+A") if r.arm == "+A +B" else r for r in rows]

@@ -20,6 +20,7 @@ from smallvit.report.classes import CALIBRATION, CLASSES, CONFUSION
 from smallvit.verdicts import compare
 from smallvit.verdicts.score import score_named
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 NAMES = ["benign", "malignant_1", "<other>"]
 ARMS = {"vit": 0.0, "+SPT": 0.03, "pixels": -0.2}
 RECIPE = """'''Does it help?'''
@@ -98,6 +99,7 @@ def test_pages_name_the_score(page):
     assert "judged by linear_probe, and vit by macro_f1" in found.replace("\\_", "_")
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("page", [markdown, html])
 def test_pages_say_that_a_lower_loss_is_better(page):
     found = page(scored("log_loss", lower=True), **PAGE)
@@ -142,6 +144,7 @@ def test_classes_have_recall_precision_and_f1():
     assert "| benign | 146.5 | 3.5 | 0 |" in page and "| 93 to 100% | 100 | 97.00 | 95.00 |" in page
 
 
+@pytest.mark.figures
 def test_the_html_page_draws_matrices_and_diagrams():
     page = html(scored("balanced_accuracy"), **PAGE)
     for label in ("confusion matrix of each arm", "reliability diagram of each arm"):
@@ -150,6 +153,7 @@ def test_the_html_page_draws_matrices_and_diagrams():
     assert ">146.5<" in page and "&lt;other&gt;" in page and "<other>" not in page
 
 
+@pytest.mark.figures
 def test_pages_escape_the_name_of_a_score():
     """The name comes from an evaluator, or from records that somebody else has made."""
     name = 'x"><u>|y'
@@ -159,6 +163,7 @@ def test_pages_escape_the_name_of_a_score():
     assert all(len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1 for lines in tables)
 
 
+@pytest.mark.figures
 def test_diagram_without_images_is_left_out():
     rows = [replace(r, reliability=[[0, 0.0, 0.0]] * 15) if r.arm == "+SPT" and r.reliability else r for r in scored("auc")]
     assert html(rows, **PAGE).count("reliability diagram of each arm") == 1

@@ -24,6 +24,7 @@ from smallvit.record import CHECKPOINT, RECORD, write_record
 from smallvit.run import describe
 from smallvit.train.fit import new_record
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=100, batch=8)
 RUNS = ablate({"scratch": SHORT, "+LSA": SHORT.vary(attention=LocalityAttention)}, labels=[50], seeds=range(4), references=False)
 RECIPE = '''

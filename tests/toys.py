@@ -44,6 +44,14 @@ def write_recipe(text: str):
     sys.modules.pop("recipes.mine", None)
 
 
+def leave_out_figures(monkeypatch: pytest.MonkeyPatch):
+    """Let the pages of reports have no figures."""
+    for name in ("forest", "by_length", "by_tuning", "by_macs", "by_labels", "by_hyperparameter", "dots", "learning_curves"):
+        monkeypatch.setattr(f"smallvit.report.figures.{name}", lambda *_: "")
+    for name in ("confusion_matrices", "reliability_diagrams"):
+        monkeypatch.setattr(f"smallvit.report.class_figures.{name}", lambda *_: "")
+
+
 def randomize(module, std=0.1):
     """Add N(0, std) to every parameter, so that no zero or one that a parameter starts with can hide a mistake."""
     with torch.no_grad():

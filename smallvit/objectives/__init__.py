@@ -1,6 +1,7 @@
 """Objectives: modules that compute the loss of a model on a batch.
 
 objective.py   Objective: the base class
+teacher.py     TeacherObjective: the base class of DINO and Data2Vec
 supervised.py  Supervised: cross-entropy with labels
 distill.py     Distill: labels and a trained teacher
 reduce.py      LearnToPrune, LearnThresholds: train a token reduction in a trained model

@@ -1,28 +1,25 @@
 """data2vec 2: prediction of a teacher's features of hidden patches."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from smallvit.augment import Batch
-from smallvit.optim import ema_update, module_pairs, tensors_in
 from smallvit.reduction.context import gather_tokens
 from smallvit.vit import ViT, check_integers, initialize
 
 from .collapse import Observation
-from .dino import set_teacher_mode
 from .mae import MAE, Decoder
-from .objective import Objective, as_float32, check_option_range
+from .objective import as_float32, check_option_range
+from .teacher import TeacherObjective
 
 LAST_MOMENTUM = 0.9999  # of the teacher, at the end of a run
 
 
-class Data2Vec(Objective):
+class Data2Vec(TeacherObjective):
     """The objective data2vec 2, self-supervised learning without augmented views. The student sees a part of the patches of an
     image. From its output, a small decoder predicts the features that a teacher computes for the hidden patches. The teacher
     sees the whole image. It is an exponential moving average (EMA) of the student.
@@ -49,8 +46,6 @@ class Data2Vec(Objective):
     Raises   ValueError in all cases in which `MAE` does, such as for a model that reduces tokens, and for options out of range.
     """
 
-    needs_labels = False
-
     def __init__(
         self,
         model: ViT,
@@ -63,7 +58,7 @@ class Data2Vec(Objective):
         decoder_depth: int = 2,
         decoder_heads: int = 4,
     ):
-        super().__init__(copy.deepcopy(model).requires_grad_(False))
+        super().__init__(model)
         decoder = {"decoder_dim": decoder_dim, "decoder_depth": decoder_depth, "decoder_heads": decoder_heads}
         mae = MAE(model, ratio=ratio, normalise=False, **decoder)
         depth = len(model.blocks)
@@ -71,26 +66,11 @@ class Data2Vec(Objective):
         check_option_range(momentum=(momentum, 0, LAST_MOMENTUM))
         if depth < 1 or not 1 <= (depth if layers is None else layers) <= depth:
             raise ValueError(f"layers is {layers} for a model of {depth} blocks; expected from 1 to {depth}, or None for all")
-        self.student, self.masks, self.momentum, self.layers = model, masks, momentum, layers or depth
+        self.masks, self.momentum, self.layers = masks, momentum, layers or depth
         prefix, grid = model.prefix.shape, model.tokenizer.grid(model.image)
         self.decoder = mae.decoder = Decoder(prefix, grid, prefix[1], decoder_dim, decoder_depth, decoder_heads)
         initialize(self.decoder)
         self.parts = [mae]  # a list hides the second use of the student
-        self.pairs: list[tuple[nn.Module, nn.Module]] = []  # of the teacher and the student
-        set_teacher_mode(self.model, self.training)
-
-    @property
-    def trained_model(self) -> Any:
-        """Return the student, the model that the optimizer changes. The teacher is a moving average of the student."""
-        return self.student
-
-    def train(self, mode: bool = True):
-        """Switch the student to training mode (`mode` True) or evaluation mode, and return the objective. The teacher stays in
-        evaluation mode, except for its BatchNorm layers.
-        """
-        super().train(mode)
-        set_teacher_mode(self.model, mode)
-        return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the loss of a batch under the key "loss". `progress` is not used."""
@@ -117,13 +97,11 @@ class Data2Vec(Objective):
         mean = torch.stack([F.layer_norm(as_float32(output[:, prefix:]), width) for output in outputs]).mean(0)
         return F.layer_norm(mean - mean.mean(0), width)
 
-    def after_step(self, progress: float):
-        """Update the teacher after the optimizer step. Its weights are an exponential moving average of the student's weights.
-        `progress` is the finished fraction of the run, from 0 to 1, and determines the momentum of the average.
+    def student_weight(self, progress: float) -> float:
+        """Return 1 - the momentum of the teacher, which rises linearly. `progress` is the finished fraction of the run, from 0
+        to 1.
         """
-        if not self.pairs:
-            self.pairs = module_pairs(self.model, self.student)
-        ema_update(tensors_in(self.pairs), (1 - self.momentum) * (1 - progress) + (1 - LAST_MOMENTUM) * progress)
+        return (1 - self.momentum) * (1 - progress) + (1 - LAST_MOMENTUM) * progress
 
 
 @contextmanager

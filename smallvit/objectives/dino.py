@@ -1,6 +1,5 @@
 """DINO: self-distillation without labels."""
 
-import copy
 from functools import partial
 from math import cos, pi
 from typing import Any, ClassVar
@@ -10,17 +9,17 @@ from torch import Tensor, nn
 
 from smallvit.augment import Batch
 from smallvit.flops import reduces
-from smallvit.optim import ema_update, module_pairs, tensors_in
 from smallvit.pooling import Projected
 from smallvit.vit import ViT, check_integers
 
 from .collapse import Observation
 from .dino_parts import NeighbourBank, PatchTerm, image_hashes, projection_head, student_and_teacher
 from .mae import grid_and_patch
-from .objective import Objective, as_float32, check_option_range
+from .objective import as_float32, check_option_range
+from .teacher import TeacherObjective
 
 
-class DINO(Objective):
+class DINO(TeacherObjective):
     """The objective DINO, self-distillation without labels: a student learns to give the same output as its teacher for
     different views of an image. The teacher is an exponential moving average (EMA) of the student.
 
@@ -67,7 +66,6 @@ class DINO(Objective):
              for `patches` with a model that is not a `ViT` or reduces tokens.
     """
 
-    needs_labels = False
     needs_views = True
     added_options: ClassVar[dict[str, Any]] = {"patches": 0.0, "patch_ratio": 0.3, "patch_temp": 0.07}
 
@@ -98,7 +96,7 @@ class DINO(Objective):
         patch_ratio: float = 0.3,
         patch_temp: float = 0.07,
     ):
-        super().__init__(copy.deepcopy(model).requires_grad_(False))
+        super().__init__(model)
         from lightly.loss import DINOLoss, KoLeoLoss
 
         check_option_range(
@@ -112,7 +110,6 @@ class DINO(Objective):
         check_integers(**{name: (width, 1) for name, width in widths.items()}, bank=(bank, 0), neighbours=(neighbours, 0))
         if layers not in (1, 3):
             raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that has the hidden layers itself")
-        self.student: Any = model
         width = feature_width(model)
 
         make_head = partial(
@@ -135,29 +132,11 @@ class DINO(Objective):
             grid_and_patch(model, (model.image[0], model.image[1]))  # raises ValueError if patches are no equal parts
             tokens: int = model.prefix.shape[1]
             self.patch_term = PatchTerm(partial(make_head, tokens, 3), tokens, prototypes, patch_ratio, patch_temp)
-        self.pairs: list[tuple[nn.Module, nn.Module]] = []  # of the teacher and the student
-        set_teacher_mode(self.model, self.training)
 
     @property
     def student_heads(self) -> list[Any]:
         """The projection heads of the student: that of whole images and, with the patch term, that of patches."""
         return [self.head, *([self.patch_term.head] if self.patch_term else [])]
-
-    @property
-    def trained_model(self) -> Any:
-        """Return the student, the model that the optimizer changes. The teacher is a moving average of the student."""
-        return self.student
-
-    def train(self, mode: bool = True):
-        """Switch the student and its head to training mode (`mode` True) or evaluation mode. The teacher stays in evaluation
-        mode, except for its BatchNorm layers: these get the same mode as the student, so that both normalize by the batch in
-        training.
-
-        The objective itself is returned.
-        """
-        super().train(mode)
-        set_teacher_mode(self.model, mode)
-        return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the self-distillation loss of a batch under the key "loss". `progress` is the finished fraction of
@@ -240,24 +219,16 @@ class DINO(Objective):
         for head in self.student_heads:
             head.cancel_last_layer_gradients(0 if progress < self.freeze else 1)
 
-    def after_step(self, progress: float):
-        """Update the teacher after the optimizer step. Its weights are an exponential moving average of the student's weights.
-        `progress` is the finished fraction of the run, from 0 to 1, and determines the momentum of the average.
+    def student_weight(self, progress: float) -> float:
+        """Return 1 - the momentum of the teacher, which rises to 1 in a cosine. `progress` is the finished fraction of the
+        run, from 0 to 1.
         """
-        if not self.pairs:
-            teachers = [self.model, self.teacher_head, *([self.patch_term.teacher_head] if self.patch_term else [])]
-            for teacher, student in zip(teachers, [self.student, *self.student_heads]):
-                self.pairs += module_pairs(teacher, student)
-        ema_update(tensors_in(self.pairs), (1 - self.momentum) * (cos(pi * progress) + 1) / 2)
+        return (1 - self.momentum) * (cos(pi * progress) + 1) / 2
 
-
-def set_teacher_mode(teacher: nn.Module, mode: bool):
-    """Switch a teacher to evaluation mode, except for its BatchNorm layers: these get the `mode` of the student (True in
-    training), so that both normalize by the batch.
-    """
-    teacher.eval()
-    for module in teacher.modules():
-        module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
+    def teachers_and_students(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return pairs of modules with the same architecture, a teacher and its student: the models and their heads."""
+        teachers = [self.model, self.teacher_head, *([self.patch_term.teacher_head] if self.patch_term else [])]
+        return [*zip(teachers, [self.student, *self.student_heads])]
 
 
 def projected_pool(model: nn.Module) -> Projected | None:

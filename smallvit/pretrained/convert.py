@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -123,8 +123,10 @@ def like(name: str, **options) -> Callable[..., ViT]:
     return partial(made, **options) if options else made
 
 
+@lru_cache(maxsize=8)  # timm takes longer to make a model than to read a file of weights
 def timm_on_meta(name: str) -> nn.Module:
-    """Return the timm model `name` without memory for its weights, to look at its architecture.
+    """Return the timm model `name` without memory for its weights, to look at its architecture. It must not be changed: the
+    next call returns the same model.
 
     The model is on torch's device "meta". Its head has 10 classes.
     """
