@@ -180,6 +180,7 @@ def test_costs_that_cannot_be_equal_are_refused_with_the_numbers(run, of, words)
         match_cost(run, BASE, of, "deep", "plain")
 
 
+@pytest.mark.slow
 def test_matched_reduction_counts_its_own_tokens():
     merged = BASE.vary(reduction=partial(Merge, r=4))
     run = match_cost(merged, BASE, "macs")

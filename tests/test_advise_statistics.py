@@ -280,6 +280,7 @@ def planted(count: int, share: float, seed: int, chosen=range(10)) -> tuple[np.n
 
 
 @pytest.mark.parametrize("count, share, least", slow_after(1, [(300, 0.03, 0.6), (300, 0.1, 0.75), (500, 0.2, 0.8)]))
+@pytest.mark.slow
 def test_planted_wrong_labels_are_found(count, share, least):
     precision, first, numbers = [], [], []
     for seed in range(3):

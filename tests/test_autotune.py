@@ -336,6 +336,7 @@ def test_without_fast_nothing_is_measured(tmp_path, monkeypatch):
     assert not (tmp_path / "runs/quick/fast.json").exists()
 
 
+@pytest.mark.slow
 def test_fast_on_a_gpu_stacks_as_many_runs_as_without_it(monkeypatch, tmp_path):
     """The measurement is made on the CPU here. The fused kernel cannot be stacked, and the native one is for CPUs."""
     begun = autotune.begun

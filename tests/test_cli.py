@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import leave_out_figures, write_recipe
+from toys import leave_out_figures, slow_after, write_recipe
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, accuracy, digits, flops, folder, linear_probe
 from smallvit.__main__ import main
@@ -80,7 +80,6 @@ def test_list_shows_every_recipe_with_its_question_also_beside_broken_ones(capsy
     assert all(path.stem in out for path in recipe_files()) and "quickstart" in out
 
 
-@pytest.mark.figures
 def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch,+LSA,references", "--jobs", "1"]) == 0
     captured = capsys.readouterr()
@@ -613,6 +612,7 @@ def test_error_in_user_code_shows_the_line_and_the_record_has_the_traceback(code
     assert record.error.startswith(error) and "train/loop.py" in record.traceback and code in record.traceback
 
 
+@pytest.mark.slow
 def test_damaged_runs_are_named_by_report_and_trained_again_by_run(workdir, capsys):
     assert main(["run", "mine.py", *SMALLEST]) == 0
     torn, other = sorted(workdir.rglob(RECORD))
@@ -679,7 +679,7 @@ def many_runs(tmp_path_factory) -> Path:
     [
         ("labels=[20, 40]", "labels=[20]", 2),
         pytest.param("steps=6", "steps=7", 4, marks=pytest.mark.slow),
-        (', "+LSA": scratch.vary(attention=LocalityAttention)}', "}", 2),
+        pytest.param(', "+LSA": scratch.vary(attention=LocalityAttention)}', "}", 2, marks=pytest.mark.slow),
         pytest.param("references=False", "references=False, baseline={'+LSA': 'wide'}", 2, marks=pytest.mark.slow),
         pytest.param('"wide": ', '"wider": ', 0, marks=pytest.mark.slow),
         pytest.param('"scratch": ', '"plain": ', 0, marks=pytest.mark.slow),
@@ -741,14 +741,14 @@ def test_report_says_that_lines_of_another_machine_are_missing(many_runs, workdi
 
 @pytest.mark.parametrize(
     ("words", "labels", "seeds"),
-    [
+    slow_after(3, [
         ([], [20], [0]),
         (["--seeds", "2"], [20], [0, 1]),
+        (["--only", "seed=1", "--labels", "40"], [40], [1]),
         (["--only", "seed=0-1"], [20], [0, 1]),
         (["--only", "labels=20,40"], [20, 40], [0]),
-        (["--only", "seed=1", "--labels", "40"], [40], [1]),
         (["--only", "arm=scratch,wide", "seed=0,1", "labels=20,40"], [20, 40], [0, 1]),
-    ],
+    ]),
 )
 def test_verify_trains_all_runs_that_only_names(words, labels, seeds, many_runs, workdir, monkeypatch, capsys):
     shutil.copytree(many_runs, workdir, dirs_exist_ok=True)

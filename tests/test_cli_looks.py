@@ -273,6 +273,7 @@ def test_recipe_that_declares_tuning_says_that_it_was_not_tuned(workdir, capsys)
 # explore
 
 
+@pytest.mark.slow
 def test_exploring_reads_no_test_images_and_counts_each_setting_once(workdir, capsys):
     words = ("explore", "mine.py", "--only", "arm=scratch,+LSA", "--jobs", "1")
     assert main(list(words)) == 0

@@ -373,6 +373,7 @@ class DataDependent(torch.nn.Module):
         return torch.zeros(len(x), 5) if x.sum().item() > math.pi else torch.ones(len(x), 5)
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_exported_is_refused_by_name(tmp_path):
     model = trained_vit()
     model.model = DataDependent()

@@ -272,6 +272,7 @@ def test_run_without_memory_and_run_with_an_infinite_loss_are_recorded_and_the_r
 # Files of killed processes
 
 
+@pytest.mark.slow
 def test_temporary_files_of_an_earlier_process_with_the_same_number_are_removed(runs, whole, tmp_path):
     """Numbers begin again when a machine or a container starts. Files of another living process stay."""
     place = folder(runs[0], tmp_path, "mine")

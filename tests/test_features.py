@@ -20,7 +20,7 @@ from sklearn.utils import estimator_checks, get_tags
 from sklearn.utils.validation import check_is_fitted
 from torch import nn
 from torchvision.models import squeezenet1_1
-from toys import TINY_VIT, randomize
+from toys import TINY_VIT, randomize, slow_after
 
 from smallvit import data
 from smallvit.data import Images
@@ -327,7 +327,7 @@ def state(model):
     return tensors, modes, [(p.requires_grad, p.grad) for p in model.parameters()], torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", slow_after(2, MODELS))
 @pytest.mark.parametrize("probe", [knn, linear_probe, partial(few_shot, shots=4)], ids=["knn", "linear_probe", "few_shot"])
 def test_probes_leave_the_model_unchanged_and_are_deterministic(kind, probe):
     make, place = MODELS[kind]

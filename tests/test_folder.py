@@ -1030,6 +1030,7 @@ def test_several_processes_share_one_cache(tmp_path, cache):
     assert hashes == {data.folder(top, folds=2, cache="memory").sha256} and len(complete(cache)) == 1
 
 
+@pytest.mark.slow
 def test_killed_process_leaves_no_cache_that_is_used(tmp_path, cache):
     top = str(write_class_folders(tmp_path / "top"))
     code = """

@@ -180,6 +180,7 @@ def test_machine_without_a_gpu_is_named(workdir, capsys, monkeypatch):
     assert "can use no GPU (CUDA_VISIBLE_DEVICES is '')" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_variables_of_a_worker_process_are_its_own_also_after_it_was_killed(monkeypatch):
     monkeypatch.setenv(gpus.VISIBLE, "7")
     workers = [Worker(process_context("cpu"), Settings(None, "cpu", DEFAULT), {gpus.VISIBLE: gpu}) for gpu in ("0", "2")]

@@ -14,6 +14,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from toys import slow_after
 
 import smallvit
 
@@ -213,7 +214,7 @@ def names_in(tree: ast.Module):
             yield getattr(node, fields.get(type(node), ""), None)
 
 
-@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.parametrize("kind", slow_after(2, EXAMPLES))
 def test_adding_a_technique_touches_few_files(kind):
     name, own, others = EXAMPLES[kind]
     touched = {path.relative_to(PACKAGE).as_posix() for path, tree in sources().items() if name in names_in(tree)}
@@ -245,6 +246,7 @@ def python(*words: str, **more) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, **more)
 
 
+@pytest.mark.slow
 def test_slots_and_models_need_only_torch_and_einops():
     parts = [*SLOTS, "rng", "vit", "references", "augment", "objectives", "record", "run", "ablation", "recipe"]
     done = python(

@@ -133,6 +133,7 @@ def test_init_is_a_setting_of_the_run():
 # In a comparison
 
 
+@pytest.mark.slow
 def test_dependencies_are_trained_first_and_once(tmp_path):
     other = SHORT.vary(lr=3e-3)
     arms = {"scratch": SHORT, "frozen": FROZEN, "tuned": SHORT.vary(init=SHORT, steps=4), "other": FROZEN.vary(init=other)}

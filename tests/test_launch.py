@@ -239,6 +239,7 @@ def workers(parent: int) -> list[int]:
 
 
 @needs_proc
+@pytest.mark.slow
 def test_run_of_a_killed_worker_is_resumed(tmp_path):
     entry = replace(ENTRY, run=SHORT.vary(steps=400))
     place, killed = folder(entry, tmp_path, "t"), []

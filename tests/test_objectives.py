@@ -462,6 +462,7 @@ def test_only_thresholds_learn_and_are_clamped_to_their_range(batch):
 
 
 @pytest.mark.parametrize("budget", [0.4, 0.8])
+@pytest.mark.slow
 def test_the_thresholds_reach_the_budget(budget, batch):
     model = randomize_decisions(TINY(reduction=partial(LearnedThresholds, merge=0.9, prune=0.0)))
     objective = LearnThresholds(model, budget=budget).train()

@@ -28,6 +28,7 @@ def installed(tmp_path_factory) -> Path:
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_wheel_contains_every_module_recipe_record_and_page(installed):
     needed = {path.relative_to(ROOT) for path in (ROOT / "smallvit").rglob("*") if path.suffix in (".py", ".html", ".typed")}
     needed |= {Path("smallvit") / path.relative_to(ROOT) for path in (ROOT / "recipes").glob("*.*")}

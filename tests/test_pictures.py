@@ -389,7 +389,7 @@ def test_names_of_classes_are_drawn_as_they_are(tmp_path):
 # reconstruction_figure
 
 
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", slow_after(1, [1, 3]))
 @pytest.mark.parametrize("normalise", slow_after(1, [True, False]))
 def test_reconstruction_shows_the_image_its_visible_patches_and_the_reconstruction(normalise, channels, tmp_path):
     model = ViT(SIZE, channels, 5, dim=16, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=2))

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from toys import slow_after
 
 from smallvit import (
     Attention,
@@ -114,7 +115,7 @@ def test_steps_of_a_vit_add_up_and_show_its_tokens(name):
 
 
 @pytest.mark.parametrize("position", [RelativeBias, Rotary])
-@pytest.mark.parametrize("reduction", [None, partial(Merge, r=4), partial(Prune, keep=0.5), LearnedPrune])
+@pytest.mark.parametrize("reduction", slow_after(2, [None, LearnedPrune, partial(Merge, r=4), partial(Prune, keep=0.5)]))
 def test_summary_needs_no_values_for_positions_inside_attention(position, reduction):
     model = TINY(attention=partial(Attention, position=position), reduction=reduction)
     expected = [step[:4] for step in summary(model)]  # without multiply-adds, which depend on the kernel of the attention

@@ -207,6 +207,7 @@ def unfounded(page: str, results) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_numbers_of_the_report_are_those_of_the_linked_records(results):
     page = REPORT.read_text(encoding="utf-8")
     assert sum(len(NUMBER.findall(part)) for part in paragraphs(page)) >= 40

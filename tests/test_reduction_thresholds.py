@@ -183,6 +183,7 @@ def test_merging_all_possible_equals_merge_with_its_largest_r(attention, pool, r
     pool=st.sampled_from([ClassToken, MeanTokens, SequencePool]),
     attention=st.sampled_from([Attention, LocalityAttention]),
 )
+@pytest.mark.slow
 def test_training_batch_inference_and_single_images_agree(seed, merges, registers, pool, attention):
     torch.manual_seed(seed)
     reduction = partial(LearnedThresholds, merge=0.5 if merges else None)

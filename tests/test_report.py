@@ -808,6 +808,7 @@ def test_a_hyperparameter_with_a_wide_range_has_a_logarithmic_axis(values, log, 
 
 
 @pytest.mark.figures
+@pytest.mark.slow
 def test_learning_curves_show_the_loss_and_the_length_of_an_epoch(kept, monkeypatch):
     rows = varied(*WIDTHS, labels=(100, 1000))
     rows = [replace(r, curve=[[step, 2.0 / step, value] for step, _, value in r.curve or []]) for r in rows]

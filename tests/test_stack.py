@@ -95,7 +95,7 @@ def double_cross_entropy(logits, targets, weights=None):
     slow_after(1, [((0.3, 3, 1), (50, 50, 50)), ((1, 1, 1), (50, 50, 50)), ((1, 1, 1), (10, 400, None))]),
     ids=["three rates", "equal", "three numbers of labels"],
 )
-@pytest.mark.parametrize("run", STACKABLE.values(), ids=STACKABLE)
+@pytest.mark.parametrize("run", slow_after(4, STACKABLE.values()), ids=STACKABLE)
 def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, labels, monkeypatch):
     monkeypatch.setattr("smallvit.objectives.supervised.cross_entropy", double_cross_entropy)
     runs = [run.vary(lr=rate * run.lr, labels=count) for rate, count in zip(rates, labels)]
@@ -143,7 +143,7 @@ def members_of(run: Run, seeds=(3, 1, 4), labels=(50, 50, 50)) -> list[Training]
 
 
 @pytest.mark.parametrize("labels", [(50, 50, 50), (10, 400, None)], ids=["equal", "three numbers of labels"])
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", slow_after(2, DRAWN))
 def test_batches_that_are_drawn_together_are_those_of_each_run_bit_for_bit(name, labels):
     alone, together = members_of(DRAWN[name], labels=labels), members_of(DRAWN[name], labels=labels)
     stack = Stack(together)
@@ -172,16 +172,16 @@ def test_runs_with_a_transform_of_somebody_else_draw_their_own_batches():
 
 @pytest.mark.parametrize(
     "run, tolerance",
-    slow_after(2, [
-        (SHORT, 1e-3),
+    slow_after(1, [
         (distilled(), 1e-3),
+        (SHORT, 1e-3),
         (SHORT.vary(precision="bf16"), 2e-2),
         (distilled(kind="hard"), 1e-3),
         (distilled(token=True), 1e-3),
         (distilled(weight=0.0), 1e-3),
         (distilled(weight=0.0, token=True), 1e-3),  # the head of the distillation token gets no gradient
     ]),
-    ids=["plain", "soft", "bf16", "hard", "token", "no weight", "no weight, token"],
+    ids=["soft", "plain", "bf16", "hard", "token", "no weight", "no weight, token"],
 )
 def test_each_stacked_run_has_the_record_of_the_run_alone_and_its_own_teacher(run, tolerance, tmp_path):
     runs, folders = seeds_of(run, 2, tmp_path)
@@ -443,6 +443,7 @@ def root(member: Training) -> float:
     return (member.stacked or 1) ** 0.5
 
 
+@pytest.mark.slow
 def test_stack_size_is_measured_and_leaves_no_worker_idle(monkeypatch):
     runs = comparison(9, scratch=SHORT)
     as_if(monkeypatch, root)

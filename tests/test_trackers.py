@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from toys import slow_after
 
 from smallvit import trackers
 from smallvit.record import read_records, write_record
@@ -125,7 +126,7 @@ def broken(folder: Path, body: str) -> str:
 
 @pytest.mark.parametrize(
     "body",
-    ["import time; time.sleep(600)", "raise ConnectionError('no server')", "import os; os._exit(3)"],
+    slow_after(1, ["import time; time.sleep(600)", "raise ConnectionError('no server')", "import os; os._exit(3)"]),
     ids=["stalls", "fails", "crashes"],
 )
 def test_a_tracker_that_does_not_work_ends_with_a_note(body, tmp_path, monkeypatch, capfd):

@@ -76,12 +76,12 @@ def training_of(run: Run) -> Training:
 
 @pytest.mark.parametrize(
     "run",
-    [
+    slow_after(2, [
         SHORT,
         SHORT.vary(attention=partial(Attention, dropout=0.2), drop_path=0.2, dropout=0.1, ema=0.0),
         SHORT.vary(model=SmallCNN, precision="bf16"),
         SHORT.vary(early_stop=3),
-    ],
+    ]),
     ids=["plain", "dropout", "cnn in bf16", "early stop"],
 )
 def test_two_fits_are_bitwise_equal_and_another_seed_is_not(run, tmp_path):

@@ -176,6 +176,7 @@ def test_probes_of_a_validation_only_run_are_recorded(tmp_path):
 # The file of all reads
 
 
+@pytest.mark.slow
 def test_settings_of_an_arm_are_counted_over_all_runs_on_these_test_images(tmp_path):
     reads = tmp_path / "out" / "test_reads.jsonl"
 

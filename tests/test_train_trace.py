@@ -46,7 +46,7 @@ MAE_RUN = SHORT.vary(objective=partial(MAE, decoder_dim=16, decoder_depth=1, dec
 
 
 @pytest.mark.parametrize("stop", slow_after(1, [5, 1, 2, 10]))
-@pytest.mark.parametrize("run", [SHORT, SHORT.vary(early_stop=12), MAE_RUN], ids=["accuracy", "early stop", "without labels"])
+@pytest.mark.parametrize("run", slow_after(1, [SHORT, SHORT.vary(early_stop=12), MAE_RUN]), ids=["accuracy", "early stop", "without labels"])
 def test_trace_and_curve_of_a_resumed_run_are_those_of_an_uninterrupted_one(run, stop, tmp_path, monkeypatch):
     def kill(step, accuracy):
         if step > stop:
@@ -63,6 +63,7 @@ def test_trace_and_curve_of_a_resumed_run_are_those_of_an_uninterrupted_one(run,
     assert (resumed.curve, resumed.health) == (whole.curve, whole.health) and resumed.correct == whole.correct
 
 
+@pytest.mark.slow
 def test_trace_of_a_stacked_run_is_that_of_the_run_alone_up_to_rounding(tmp_path):
     runs = [SHORT.at_seed(seed) for seed in range(3)]
     alone = [fit(run, tmp_path / f"alone{run.seed}").trace for run in runs]

@@ -444,6 +444,7 @@ def test_runs_of_a_cross_validation_test_every_image_once(own_images, tmp_path):
     assert row.difference.single_folds.runs == 3 and row.difference.groups == 24 and row.verdict in ("better", "inconclusive")
 
 
+@pytest.mark.slow
 def test_runs_of_folds_of_a_part_test_every_image_of_the_part_once(own_images, tmp_path):
     entries = two_arms(own_images, test=0.5)
     found = trained(entries, tmp_path)

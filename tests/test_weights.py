@@ -521,6 +521,7 @@ def test_run_loads_weights_and_its_record_names_them(files, tmp_path):
     assert loaded.run == run and isinstance(loaded.model, ViT)
 
 
+@pytest.mark.slow
 def test_file_of_weights_that_was_replaced_since_a_run_finished_is_refused(files, tmp_path):
     state, file = files(TINY)[0].state_dict(), tmp_path / "own.safetensors"
     runs = ablate({"tuned": SHORT.vary(init=Weights(name=TINY, file=str(file)), steps=0)}, labels=[20], seeds=range(2), references=False)
@@ -538,6 +539,7 @@ def test_file_of_weights_that_was_replaced_since_a_run_finished_is_refused(files
     assert fit(runs[0].run, place).finished, "a finished run does not need its file"
 
 
+@pytest.mark.slow
 def test_unavailable_weights_are_reported_once_and_the_other_arms_are_trained(tmp_path, capfd, monkeypatch, offline):
     monkeypatch.delenv("SMALLVIT_WEIGHTS", raising=False)
     with pytest.raises(Unavailable, match=r"put vit_tiny.*\.safetensors into a folder and set SMALLVIT_WEIGHTS to it"):
