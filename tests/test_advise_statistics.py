@@ -328,6 +328,7 @@ def test_doubts_are_ranked_and_described():
     assert found.wrong.estimate is None and "3 images are too few" in found.wrong.text
 
 
+@pytest.mark.slow
 def test_lists_of_predictions_equal_an_array_with_nan():
     x, y, _ = planted(200, 0.1, 0)
     p = out_of_fold(x, y, 4, 10)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import assert_close, option_id
+from toys import assert_close, option_id, slow_after
 
 from smallvit import Attention, AttentionOutput, LocalityAttention, attention
 from smallvit.attention import attend
@@ -287,7 +287,7 @@ def test_one_module_takes_any_number_of_tokens_in_any_order(make):
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n", [1, 2, 600])
+@pytest.mark.parametrize("n", slow_after(2, [1, 2, 600]))
 def test_half_precision_is_finite_and_close(make, dtype, n):
     module, x = randomized(make, torch.float32, std=0.3), tokens(n, torch.float32)
     size = torch.ones(B, n)

@@ -102,6 +102,7 @@ def test_calibration_gives_probabilities(digits):
     assert calibrated.score(X[200:], y[200:]) > 0.5
 
 
+@pytest.mark.slow
 def test_grid_search_over_settings_and_models(digits):
     search = GridSearchCV(classifier(random_state=0), {"steps": [1, 40], "run": [DIGITS, DIGITS.vary(dim=8)]}, cv=2)
     search.fit(*digits)

@@ -117,6 +117,7 @@ def test_record_keeps_its_looks_if_the_recipe_names_none(workdir):
     assert entry.looks is None and recall(entry, workdir / "runs", "mine").looks == list(LOOKS)
 
 
+@pytest.mark.slow
 def test_dry_run_shows_the_first_look_and_trains_nothing(workdir, capsys):
     assert main([*UNTIL_DECIDED, "--dry-run"]) == 0
     out = capsys.readouterr().out

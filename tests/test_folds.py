@@ -273,6 +273,7 @@ def test_no_group_is_on_both_sides_and_every_fold_has_every_class(case, folds, s
 
 @settings(deadline=None, max_examples=60)
 @given(grouped(), st.integers(2, 4), st.sampled_from([0.3, 0.5, 0.7]), st.integers(0, 30))
+@pytest.mark.slow
 def test_no_group_is_on_both_sides_of_the_folds_of_a_part(case, folds, share, number):
     labels, groups, classes = case
     if {*labels} != {*range(classes)}:

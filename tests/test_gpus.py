@@ -195,6 +195,7 @@ def test_variables_of_a_worker_process_are_its_own_also_after_it_was_killed(monk
             worker.pool.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, same", [("CUDA error: an illegal memory access was encountered", False), ("wrong shape", True)])
 def test_worker_process_that_has_lost_its_gpu_is_replaced(text, same, monkeypatch):
     """After such an error CUDA refuses everything in this process, and the runs that follow would fail as well."""

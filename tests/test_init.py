@@ -110,6 +110,7 @@ def test_only_a_reduction_may_have_new_weights(tmp_path):
     ]),
     ids=["DynamicViT", "LTMP"],
 )
+@pytest.mark.slow
 def test_learned_reductions_are_trained_from_another_run_and_bitwise_equal_again(tmp_path, change):
     run = SHORT.vary(init=SHORT, steps=8, **change)
     fit(SHORT, tmp_path / "start")
@@ -276,7 +277,7 @@ class OtherBlocks(SmallCNN):
     [
         dict(attention=ForeignAttention, reduction=partial(Merge, r=2)),
         pytest.param(dict(attention=ForeignAttention, reduction=LearnedThresholds), marks=pytest.mark.slow),
-        dict(reduction=Untraceable),
+        pytest.param(dict(reduction=Untraceable), marks=pytest.mark.slow),
         dict(model=OtherBlocks),
     ],
     ids=["no projection", "no projection, tokens by image", "cannot be traced", "other blocks"],

@@ -458,7 +458,7 @@ def whole_stack(tmp_path_factory) -> tuple[list[Record], list[Path]]:
     return fit_stacked(runs, places), places
 
 
-@pytest.mark.parametrize("moment", slow_but(("first checkpoint", "last own checkpoint", "first record"), MOMENTS))
+@pytest.mark.parametrize("moment", slow_but(("first checkpoint", "first record"), MOMENTS))
 def test_stack_killed_at_any_moment_ends_bitwise_equal(moment, tmp_path, monkeypatch, whole_stack):
     runs, places = seeds_of(SHORT, 3, tmp_path)
     with monkeypatch.context() as patch:
@@ -473,6 +473,7 @@ def test_stack_killed_at_any_moment_ends_bitwise_equal(moment, tmp_path, monkeyp
         assert (place / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes() and names_in(place) == [CURVE, WEIGHTS, RECORD]
 
 
+@pytest.mark.slow
 def test_run_of_a_killed_stack_starts_again_alone_with_a_note(tmp_path, trained, monkeypatch, capsys):
     runs, places = seeds_of(SHORT, 3, tmp_path)
     with monkeypatch.context() as patch:

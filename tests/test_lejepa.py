@@ -196,6 +196,7 @@ def trained(weight: float, steps: int = 40) -> dict[str, float]:
     return collapse_statistics(training.objective.observed)
 
 
+@pytest.mark.slow
 def test_outputs_are_spread_with_sigreg_and_not_without():
     assert trained(0.1)["spread"] > 0.95 and trained(0.0)["spread"] < 0.4
 

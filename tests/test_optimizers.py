@@ -445,7 +445,7 @@ def killed(run: Run, folder, monkeypatch, steps: int = 5, fit=fit, **options):
     return fit(run, folder, **options)
 
 
-@two_runs_quickly
+@pytest.mark.parametrize("run", slow_after(1, RUNS.values()), ids=RUNS)
 def test_killed_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
     fit(run, tmp_path / "whole")
     killed(run, tmp_path / "killed", monkeypatch)

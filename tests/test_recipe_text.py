@@ -214,6 +214,7 @@ def test_numbers_of_the_report_are_those_of_the_linked_records(results):
     assert not unfounded(page, results)
 
 
+@pytest.mark.slow
 def test_changed_number_of_the_report_is_noticed(results):
     page = REPORT.read_text(encoding="utf-8")
     for right, other in (("26.9 points", "26.8 points"), ("[1.8, 3.0]", "[1.7, 3.0]"), ("89.1%", "83.1%"), ("14.5 points", "14.2 points")):

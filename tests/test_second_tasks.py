@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from toys import TINY_VIT, tiny_vit
+from toys import TINY_VIT, slow_after, tiny_vit
 
 from smallvit import (
     MAE,
@@ -39,6 +39,7 @@ SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=6, batch=8, clip=0.5, augme
 SECOND = {"SSAT": partial(SSAT, **DECODER), "DrLoc": partial(DrLoc, pairs=6, hidden=8)}
 OFF = {"SSAT": partial(SSAT, weight=1.0, **DECODER), "DrLoc": partial(DrLoc, weight=0.0)}
 each = pytest.mark.parametrize("name", SECOND)
+one_quickly = pytest.mark.parametrize("name", slow_after(1, SECOND))
 
 
 @pytest.fixture
@@ -257,7 +258,7 @@ def test_balanced_classes_change_the_cross_entropy(name, batch):
     assert losses[2]["loss"].item() == pytest.approx(extra.item(), rel=1e-6)
 
 
-@each
+@one_quickly
 def test_records_of_a_stack_and_of_the_native_kernel_agree_with_single_runs(name, tmp_path):
     run = SHORT.vary(objective=SECOND[name], ema=0.0)
     runs = [run.at_seed(seed) for seed in range(2)]
@@ -268,7 +269,7 @@ def test_records_of_a_stack_and_of_the_native_kernel_agree_with_single_runs(name
     assert native.curve[-1][1] == pytest.approx(together[0].curve[-1][1], abs=1e-3)
 
 
-@each
+@one_quickly
 def test_resumed_run_ends_with_equal_weights(name, tmp_path, monkeypatch):
     run = SHORT.vary(objective=SECOND[name])
     fit(run, tmp_path / "whole")

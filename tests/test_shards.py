@@ -68,6 +68,7 @@ def test_shards_are_disjoint_complete_and_need_nothing_from_each_other(recipe_an
     assert [[entry.arm for entry in shard] for shard in again] == [[entry.arm for entry in shard] for shard in shards]
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(recipes(), st.integers(1, 5))
 def test_no_shard_has_more_work_than_an_even_share_and_one_part(recipe_and_runs, count):

@@ -247,6 +247,7 @@ def test_resumed_stack_ends_with_equal_weights(tmp_path, monkeypatch):
         assert_equal_weights(one, other)
 
 
+@pytest.mark.slow
 def test_run_that_cannot_be_stacked_is_trained_once_although_one_of_its_group_diverges(tmp_path, monkeypatch):
     """The launcher divides a group that failed. Runs that had reached their last step are only scored then."""
     runs = [SHORT.vary(dropout=0.1).at_seed(seed) for seed in range(4)]

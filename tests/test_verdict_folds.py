@@ -427,6 +427,7 @@ def trained(entries, out) -> list[Record]:
     return [fit(entry.run, place, tags=tag, reads=reads) for entry, place, tag in zip(entries, places, tags)]
 
 
+@pytest.mark.slow
 def test_runs_of_a_cross_validation_test_every_image_once(own_images, tmp_path):
     found = trained(two_arms(own_images, evaluators=(accuracy, knn)), tmp_path)
     assert {(r.folds, r.pool_images, r.test_settings, r.test_reads) for r in found} == {(3, 48, 1, 1)}
