@@ -121,7 +121,7 @@ def smoke_test(block: Block, page: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", slow_after(8, for_mnist), ids=page_id)
+@pytest.mark.parametrize("page", slow_after(4, for_mnist), ids=page_id)
 def test_models_of_recipes_for_mnist_can_be_built(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block, _ in code_and_output(page):

@@ -462,7 +462,7 @@ def merging_blocks(depth=3, r: int | tuple = 4, patches=16, **options) -> Blocks
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["gradients", "gradients in place"])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("r", [3, (0, 5, 2)], ids=str)
+@pytest.mark.parametrize("r", slow_after(1, [(0, 5, 2), 3]), ids=str)
 def test_blocks_that_merge_are_computed_natively(r, attention, in_place, capsys):
     native.note.cache_clear()
     torch.manual_seed(0)

@@ -365,6 +365,7 @@ def test_features_that_are_not_finite_are_refused(probe):
         dict(probe(model, splits))
 
 
+@pytest.mark.slow
 def test_a_probe_that_does_not_converge_is_refused():
     rows = np.random.default_rng(0).normal(size=(600, 40)) * np.logspace(-2, 2, 40)
     model, splits = table_and_splits(rows, np.arange(600) % 4, 4, n=(500, 50))

@@ -153,6 +153,7 @@ def test_the_html_page_draws_matrices_and_diagrams():
     assert ">146.5<" in page and "&lt;other&gt;" in page and "<other>" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 def test_pages_escape_the_name_of_a_score():
     """The name comes from an evaluator, or from records that somebody else has made."""

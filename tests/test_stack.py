@@ -95,7 +95,7 @@ def double_cross_entropy(logits, targets, weights=None):
     slow_after(1, [((0.3, 3, 1), (50, 50, 50)), ((1, 1, 1), (50, 50, 50)), ((1, 1, 1), (10, 400, None))]),
     ids=["three rates", "equal", "three numbers of labels"],
 )
-@pytest.mark.parametrize("run", slow_after(4, STACKABLE.values()), ids=STACKABLE)
+@pytest.mark.parametrize("run", slow_after(3, STACKABLE.values()), ids=STACKABLE)
 def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, labels, monkeypatch):
     monkeypatch.setattr("smallvit.objectives.supervised.cross_entropy", double_cross_entropy)
     runs = [run.vary(lr=rate * run.lr, labels=count) for rate, count in zip(rates, labels)]
