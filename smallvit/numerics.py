@@ -84,6 +84,22 @@ def parse_numerics(words: Iterable[str]) -> dict[str, Any]:
 
 
 @contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Context manager inside which new tensors are float32 numbers on the CPU, also if the caller has changed torch's default
+    data type or default device.
+    """
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def full_float32() -> Iterator[None]:
     """Context manager inside which a GPU computes convolutions of float32 numbers in float32, forward and backward.
 

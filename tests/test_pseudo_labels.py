@@ -160,6 +160,26 @@ def test_dependency_with_pseudo_labels_uses_as_many_labels_as_the_run_that_needs
 
 
 @pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda labels: labels[1:], r"returned torch.int64 \(1196,\); expected an int64 tensor with one label for each of 1197 images"),
+        (lambda labels: labels.float(), r"returned torch.float32 \(1197,\)"),
+        (lambda labels: labels.tolist(), "returned list"),
+        (lambda labels: labels + 10, "expected labels from 0 to 9, got"),
+    ],
+    ids=["one too few", "float", "list", "no class"],
+)
+def test_wrong_pseudo_labels_are_refused(made, message, tmp_path, monkeypatch):
+    def wrong(model, labelled, unlabelled):
+        return made(torch.zeros(len(unlabelled), dtype=torch.int64))
+
+    wrong.__module__, wrong.__qualname__ = "smallvit.pseudo_labels", "label_spreading"
+    monkeypatch.setattr("smallvit.pseudo_labels.label_spreading", wrong)
+    with pytest.raises(ValueError, match=message):
+        fit(SHORT.vary(init=PRETRAINED, unlabelled=True, pseudo_labels=wrong), tmp_path)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"unlabelled": False},

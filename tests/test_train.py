@@ -108,6 +108,20 @@ def test_fit_trains_also_where_the_caller_has_switched_off_gradients(without_gra
     assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
 
 
+def test_fit_and_load_do_not_depend_on_the_default_type_and_device_of_torch(tmp_path):
+    fit(SHORT, tmp_path / "1")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            fit(SHORT, tmp_path / "2")
+            assert torch.get_default_device().type == "meta", "the caller's choice is kept"
+            assert {tensor.device.type for tensor in load(tmp_path / "2").model.parameters()} == {"cpu"}
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
+
+
 def test_fit_computes_in_the_precision_of_the_run_also_inside_autocast(tmp_path):
     fit(SHORT, tmp_path / "1")
     with torch.autocast("cpu", torch.bfloat16):

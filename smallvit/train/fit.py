@@ -18,7 +18,7 @@ from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
 from smallvit.data.dataset import current_sha256
 from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
-from smallvit.numerics import DEFAULT, Numerics, full_float32
+from smallvit.numerics import DEFAULT, Numerics, full_float32, torch_defaults
 from smallvit.passes import check_same_fold
 from smallvit.pretrained import Weights
 from smallvit.record import Record
@@ -108,8 +108,9 @@ def fit(
 @contextmanager
 def training_allowed() -> Iterator[None]:
     """Context manager in which gradients are computed, in the precision of the run, also if the caller has switched gradients
-    off or `torch.autocast` on. After it, torch's global generators of random numbers are as before, because training seeds
-    them. So the caller's own random numbers, such as those of a random search, do not repeat.
+    off or `torch.autocast` on, or has changed torch's default device or data type. After it, torch's global generators of
+    random numbers are as before, because training seeds them. So the caller's own random numbers, such as those of a random
+    search, do not repeat.
 
     All threads of a process share these generators. So if several threads train, one of them waits for the other.
     """
@@ -117,7 +118,7 @@ def training_allowed() -> Iterator[None]:
     with ONE_AT_A_TIME, ExitStack() as stack:
         for kind in ("cpu", *["cuda"] * bool(gpus)):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        for context in (torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(gpus)):
+        for context in (torch_defaults(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(gpus)):
             stack.enter_context(context)
         yield
 

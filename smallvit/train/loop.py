@@ -181,6 +181,10 @@ class Training:
         labels = images.labels
         if run.pseudo_labels:
             labels = run.pseudo_labels(self.objective.model, labelled, replace(images, labels=torch.zeros_like(labels)))
+            if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.shape != images.labels.shape:
+                found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+                expected = f"an int64 tensor with one label for each of {len(images)} images"
+                raise ValueError(f"pseudo_labels returned {found}; expected {expected}")
         return Images(images.images.to(self.device), labels.to(self.device), self.spec)
 
     def unlabelled_images(self, data: Dataset) -> Images | None:

@@ -18,6 +18,7 @@ from smallvit.components import options
 from smallvit.data import DataSpec, Preprocess
 from smallvit.data.images import normalize
 from smallvit.flops import without_memory
+from smallvit.numerics import torch_defaults
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint, rebuild
 from smallvit.shapes import printable
@@ -173,8 +174,9 @@ def load(folder: str | Path) -> TrainedModel:
     make = partial(run.model, preprocess.size, preprocess.channels, len(preprocess.classes))
     if wrong := sorted(name for name, _ in file.shapes.items() ^ shapes_of(without_memory(make)).items()):
         raise ValueError(f"{file.path} does not fit its run: {', '.join(wrong[:5]):.200}; {again}")
-    model = make()
-    model.load_state_dict(file.read(file.shapes))
+    with torch_defaults():
+        model = make()
+        model.load_state_dict(file.read(file.shapes))
     return TrainedModel(model, preprocess, run, record)
 
 
