@@ -24,9 +24,10 @@ html_show_sourcelink = False
 templates_path = []
 exclude_patterns = ["_build", "jupyter_execute"]  # the second: left by a build into a folder directly in docs/
 
-smartquotes_action = "qe"  # quotes and ellipses, and not --option as a dash
+smartquotes = False  # settings such as Distill(kind="hard") stand in the text of reports
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
+nb_merge_streams = True  # lines of progress in one box
 nb_execution_mode = "off"  # notebooks are stored with their outputs; code blocks of pages are run by the tests
 suppress_warnings = ["mystnb.unknown_mime_type", "misc.highlighting_failure"]  # cells with !commands are not Python
 

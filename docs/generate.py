@@ -146,9 +146,12 @@ def process_signature(app, what, name, thing, options, signature, returns):
 
 
 def skip_member(app, what, name, thing, skip: bool, options) -> bool | None:
-    """Leave out fields of named tuples, and functions and classes that are defaults of fields (an event handler of autodoc)."""
+    """Leave out fields of named tuples, functions and classes that are defaults of fields, and methods that scikit-learn adds
+    (an event handler of autodoc).
+    """
     default = "." not in getattr(thing, "__qualname__", ".")  # a name outside of the class
-    return True if default or type(thing).__name__ == "_tuplegetter" else None
+    added = name.startswith("set_") and name.endswith("_request")
+    return True if default or added or type(thing).__name__ == "_tuplegetter" else None
 
 
 def to_rst(lines: list[str]) -> list[str]:

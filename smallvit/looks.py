@@ -51,7 +51,7 @@ def read_looks(folder: str | Path) -> Looks | None:
         plain = json.loads(path.read_text(encoding="utf-8"))
         cells = {(each["arm"], each["labels"], each["length"], each["tuned"]): each["seeds"] for each in plain["cells"]}
         schedule = tuple(plain["looks"])
-        valid = schedule and all(isinstance(n, int) and n > 0 for n in (*schedule, *cells.values()))
+        valid = schedule and all(type(n) is int and n > 0 for n in (*schedule, *cells.values()))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); restore it, or delete it: records name the looks") from error
     if not valid or list(schedule) != sorted(set(schedule)):

@@ -31,6 +31,8 @@ def match_cost(run: Run, control: Run, of: str, arm: str = "the arm", control_ar
     target, before = model_cost(control, of), model_cost(run, of)
     if abs(before - target) <= TOLERANCE * target:
         return run
+    if not target:
+        raise ValueError(f"{control_arm!r} has no {what}, so {arm!r} cannot have as many; leave out match={of!r}")
     start = f"{arm!r} has {before:,.0f} {what} and {control_arm!r} {target:,.0f}"
     option, values = option_to_change(run)
     if option is None:

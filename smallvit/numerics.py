@@ -23,7 +23,7 @@ class Numerics(NamedTuple):
 
     precision   "fp32" or "bf16" for matrix products and convolutions; None uses the precision of the run
     kernel      "explicit" (two matrix products and a softmax) or "fused" attention, for any number of tokens; "native" computes
-                whole blocks by compiled code (`smallvit.native`), and leaves to PyTorch what that cannot compute; None lets
+                whole blocks by compiled code (`smallvit.native`), and leaves the rest to PyTorch; None lets
                 `smallvit.attention.attend` choose
     compiled    True compiles the transformer blocks with torch.compile, except blocks with a token reduction
 

@@ -36,10 +36,16 @@ def pack_floats(values: Any) -> str:
     one-dimensional array.
 
     10,000 numbers give 53,336 characters. They are rounded to about 7 digits. The inverse is `unpack_floats`.
+
+    Raises ValueError for a number that is NaN, infinite, or too large for a float32.
     """
     import numpy as np
 
-    return base64.b64encode(np.asarray(values, "<f4").tobytes()).decode()
+    with np.errstate(over="ignore"):
+        rounded = np.asarray(values, "<f4")
+    if not np.isfinite(rounded).all():
+        raise ValueError("got a number that is infinite or NaN, or too large for a float32; expected finite numbers")
+    return base64.b64encode(rounded.tobytes()).decode()
 
 
 def unpack_floats(text: str, count: int) -> "np.ndarray":

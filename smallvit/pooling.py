@@ -18,7 +18,7 @@ class ClassToken(nn.Module):
     """A pooling module that returns the class token. This extra first token collects information from all other tokens by
     attention.
 
-    Paper ViT, arXiv:2010.11929.
+    Paper  ViT, arXiv:2010.11929.
     """
 
     class_tokens = 1

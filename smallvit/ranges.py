@@ -1,5 +1,6 @@
 """What `smallvit tune` chooses: the hyperparameters of a comparison, their ranges, and the number of trials."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,8 +21,8 @@ class Tune:
     ranges  a dict from the name of a hyperparameter to its range. Names are those that `Run.vary` takes: settings of the run
             (batch, lr, warmup, schedule, weight_decay, layer_decay, clip, ema), options of its model, such as depth, or options
             of its optimizer, such as rho of SAM. A range is `(low, high)`, for example `(3e-4, 6e-3)`, or a list of values, for
-            example `[2, 4, 8]`. Two whole numbers give whole numbers. Where `high` is at least 10 times `low`, values are drawn
-            evenly on a logarithmic scale
+            example `[2, 4, 8]`. Two whole numbers give whole numbers. Where `low` is above 0 and `high` at least 10 times
+            `low`, values are drawn evenly on a logarithmic scale
     trials  number of settings that are tried for each arm and each number of labels
     seeds   number of random seeds with which the best settings are trained
     val     number of validation images on which the trials are scored
@@ -88,11 +89,16 @@ def check_range(name: str, values: Any, fewest: int):
     if name in Run.__dataclass_fields__ and name not in TUNABLE:
         raise ValueError(f"{name!r} cannot be tuned; expected {', '.join(TUNABLE)}, or an option of the model or the optimizer")
     if isinstance(values, list):
-        plain = all(value is None or isinstance(value, bool | int | float | str) for value in values)
+        plain = all(value is None or isinstance(value, bool | int | str) or is_finite(value) for value in values)
         if not plain or len(values) < fewest or len(set(map(repr, values))) < len(values):
             raise ValueError(f"the values of {name} are {values!r}; expected at least {fewest} different numbers or texts")
         return
     numbers = isinstance(values, tuple) and len(values) == 2
-    numbers = numbers and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    numbers = numbers and all(is_finite(value) and not isinstance(value, bool) for value in values)
     if not numbers or not values[0] < values[1]:
-        raise ValueError(f"the range of {name} is {values!r}; expected (low, high) with low < high, or a list of values")
+        raise ValueError(f"the range of {name} is {values!r}; expected finite numbers (low, high) with low < high, or a list")
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a number that is neither infinite nor NaN."""
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -18,7 +18,7 @@ import re
 import subprocess
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -140,11 +140,13 @@ class Record:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, allowed))}")
 
-    def has_other_data(self, sha256: str | None) -> bool:
-        """Return whether the run was trained on other images or labels than those of a data set with the hash `sha256`. The
-        result is False for the hash None, of data that cannot be loaded, and for an old record, which does not keep the hash.
+    def has_other_data(self, sha256: str, classes: Sequence[str]) -> bool:
+        """Return whether the run was trained on other images, labels or names of classes than those of a data set, which has
+        the hash `sha256` and these `classes`. An old record does not keep the hash or the names; what is missing is not
+        compared.
         """
-        return sha256 is not None and self.data_sha256 not in (None, sha256)
+        names = (self.preprocess or {}).get("classes") or classes
+        return self.data_sha256 not in (None, sha256) or list(names) != list(classes)
 
     def has_other_weights(self, sha256: str | None) -> bool:
         """Return whether the run began with another file of pretrained weights than that with the hash `sha256`. The result is

@@ -80,8 +80,9 @@ def failures_named(path: Path) -> Iterator[None]:
         # torch and safetensors raise their own errors when a disk is full
         by_the_disk = isinstance(error, OSError | RuntimeError) or type(error).__name__ == "SafetensorError"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        advice = "make room and start again" if by_the_disk else "correct this and start again"
         raise (NotWritten if by_the_disk else ValueError)(
-            f"could not write {path.name} in {path.parent}: {reason}; an earlier file is untouched; make room and start again"
+            f"could not write {path.name} in {path.parent}: {reason}; an earlier file is untouched; {advice}"
         ) from error
 
 

@@ -17,6 +17,7 @@ from smallvit.components import check_option, options
 from smallvit.ranges import TUNABLE, Range, Tune
 from smallvit.record import format_labels
 from smallvit.run import Run, fingerprint
+from smallvit.shapes import SHAPES, shape_problem
 from smallvit.storage import write_text
 
 if TYPE_CHECKING:
@@ -200,18 +201,20 @@ def damage(arm: TunedArm) -> str:
     1, or chosen settings that are not those of the best trial. The text is empty if nothing is wrong. `arm` is this result, as
     it was read from a file.
     """
-    types = {"settings": dict, "edge": list, "cost": dict, "trials": list, "fingerprint": str}
+    types = {"arm": str, "labels": int | None, "settings": dict, "cost": dict, "trials": list, "fingerprint": str, "note": str}
     for name, expected in types.items():
         if not isinstance(getattr(arm, name), expected):
             return f"{name} is {getattr(arm, name)!r:.60}"
     if any(not isinstance(arm.cost.get(name), int | float) for name in ("labels", "images_seen", "runs", "seconds")):
-        return f"cost is {arm.cost}"
+        return f"cost is {arm.cost!r:.120}"
     for trial in arm.trials:
         scores = trial.get("scores") if isinstance(trial, dict) else None
         if not isinstance(scores, list) or not scores or not isinstance(trial.get("settings"), dict):
             return f"a trial is {trial!r:.60}"
         if any(not (s is None or (isinstance(s, int | float) and 0 <= s <= 1)) for s in scores):
             return f"the scores of a trial are {scores!r:.60}"
+    if wrong := shape_problem(arm.tuning(), SHAPES["tuning"], "tuning"):
+        return wrong
     if not arm.trials:
         return f"the chosen settings {arm.settings} have no trials" if arm.settings else ""
     if arm.settings not in [trial["settings"] for trial in arm.trials]:

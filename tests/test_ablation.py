@@ -180,6 +180,11 @@ def test_costs_that_cannot_be_equal_are_refused_with_the_numbers(run, of, words)
         match_cost(run, BASE, of, "deep", "plain")
 
 
+def test_no_model_is_matched_with_one_without_parameters():
+    with pytest.raises(ValueError, match="'pixels' has no parameters, so 'deep' cannot have as many"):
+        match_cost(BASE, BASE.vary(model=Pixels, steps=0, evaluators=(knn,)), "params", "deep", "pixels")
+
+
 @pytest.mark.slow
 def test_matched_reduction_counts_its_own_tokens():
     merged = BASE.vary(reduction=partial(Merge, r=4))

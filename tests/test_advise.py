@@ -675,6 +675,24 @@ def test_too_few_groups_are_refused_with_the_way_out():
         opened_plan(Path("scans"), images, Path("advice"), options(folder="scans"))
 
 
+def test_copies_of_images_count_once_where_the_folds_are_planned():
+    for name, different, copies in (("one", 10, 2), ("two", 30, 1), ("few", 4, 4)):
+        for number in range(different):
+            image = Image.fromarray(np.random.default_rng([different, number]).integers(0, 256, (8, 8), np.uint8))
+            for copy in range(copies):
+                Path("copies", name).mkdir(parents=True, exist_ok=True)
+                image.save(Path("copies", name, f"{number}_{copy}.png".replace("_0", "")))
+    images = inspect_images(Path("copies"), group_by="")
+    with pytest.raises(ValueError, match=r"tests on another, and copies: .*'few' has .*; add images"):
+        opened_plan(Path("copies"), images, Path("advice"), options(folder="copies", group_by=""))
+    shutil.rmtree("copies/few")
+    images = inspect_images(Path("copies"), group_by="")
+    made = opened_plan(Path("copies"), images, Path("advice"), options(folder="copies", group_by=""))
+    assert made.folds == 4, "20 files of class 'one' are 10 different images, and 40% of them are 4"
+    page = division(made, 24, 0)
+    assert "taken to be independent" in page and "such as patients." not in page
+
+
 @pytest.mark.slow
 def test_a_folder_becomes_an_answer_and_a_model_also_after_an_interruption(monkeypatch, capsys):
     shades()  # few steps, on any machine, are enough to learn something

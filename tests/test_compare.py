@@ -188,7 +188,7 @@ def test_a_verdict_says_how_often_it_would_come_out_again():
     row = row_of(weak, "+A")
     assert row.verdict == "better" and row.difference.fragile and row.difference.seeds_for_90 > 8
     (remark,) = verdict_remarks(row)
-    assert remark.endswith(f", fragile; {row.difference.seeds_for_90} seeds: in 90")
+    assert remark.endswith(f", fragile; with {row.difference.seeds_for_90} seeds in 90")
     assert "but fragile" in answer(compare(weak)) and format.sentence(compare(weak), row).endswith("fragile")
 
 

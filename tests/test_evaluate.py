@@ -103,7 +103,8 @@ def test_declarations_of_the_evaluators():
     assert {name for name, d in declared.items() if d.probe} == {"knn", "linear_probe", "linear_probe unscaled", "few_shot"}
     assert {name for name, d in declared.items() if not d.judges} == {"cost"}
     assert {name for name, d in declared.items() if d.chooses} == {"linear_probe", "linear_probe unscaled"}
-    assert {name for name, d in declared.items() if d.needs} == {"few_shot", "augmented accuracy"}
+    checked = {"knn", "linear_probe", "linear_probe unscaled", "few_shot", "augmented accuracy", "cost"}
+    assert {name for name, d in declared.items() if d.needs} == checked
     for name, d in declared.items():
         function = getattr(EVALUATORS[name], "func", EVALUATORS[name])
         assert set(d.pixel_options) <= set(inspect.signature(function).parameters)

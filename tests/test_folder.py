@@ -421,6 +421,21 @@ def test_finished_runs_are_not_used_for_images_that_have_changed(tmp_path):
     assert fit(run, tmp_path / "run").finished, "the data are not needed any more"
 
 
+def test_finished_runs_are_not_used_for_classes_with_other_names(tmp_path):
+    """The pixels and the numbers of the classes are the same, but a prediction has the old name."""
+    top = write_class_folders(tmp_path / "top", count=8)
+    run = Run(data=partial(data.folder, path=str(top), test=0.25, size=8), model=TINY_VIT, val=2, steps=1, batch=4)
+    fit(run, tmp_path / "run")
+    (record,) = launch([ArmRun(run=run, arm="a")], tmp_path / "runs", recipe="t", jobs=1)
+    assert record.preprocess["classes"][0] == "cat"
+    (top / "cat").rename(top / "bat")
+    data.folder.cache_clear()
+    with pytest.raises(ValueError, match="contains now; restore the data, also the names of its classes"):
+        fit(run, tmp_path / "run")
+    with pytest.raises(ValueError, match="contains now; restore the data, also the names of its classes"):
+        launch([ArmRun(run=run.at_seed(seed), arm="a") for seed in range(2)], tmp_path / "runs", recipe="t", jobs=1)
+
+
 @pytest.mark.slow
 def test_where_decoded_images_are_kept_does_not_change_a_run(tmp_path, monkeypatch):
     """A run that was trained with one `cache` is not trained again with another one, and changed images are noticed."""
@@ -1127,6 +1142,7 @@ def test_csv_file_may_have_other_slashes_and_accents(tmp_path):
         ("ill/p0_0.png,p0\nill/absent.png,p9\n", "no group for ill/p0_1.png, .* and lines without an image: ill/absent.png"),
         ("ill/p0_0.png,p0\nill/p0_0.png,p1\n", "is in two groups, p0 and p1"),
         ("ill/p0_0.png\n", "line 1: expected two columns"),
+        ("file,group\n\n\nill/p0_0.png,1,2\n", "line 4: expected two columns"),
         ("", "no group for"),
         (None, "patients.csv' cannot be read"),
     ],

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "recipe": {"ablation", "components", "definitions", "passes", "run", "tuning"},
     "looks": {"ablation", "passes", "record", "storage"},
     "trials": {"ablation", "recipe", "record", "storage", "tuning"},
-    "tuning": {"ablation", "components", "ranges", "record", "run", "storage"},
+    "tuning": {"ablation", "components", "ranges", "record", "run", "shapes", "storage"},
     "ablation": {"components", "evaluate", "match", "passes", "ranges", "record", "reference_runs", "run", "shapes"},
     "reference_runs": {
         "augment", "components", "evaluate", "objectives", "optimizers", "pretrained", "record", "references", "run", "tokenizers", "vit",

@@ -12,7 +12,22 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 from toys import TINY_VIT, slow_after
 
-from smallvit import Images, Splits, ViT, data, features, initialize, knn, linear_probe
+from smallvit import (
+    Images,
+    Run,
+    Splits,
+    ViT,
+    accuracy,
+    calibration,
+    cost,
+    data,
+    digits,
+    features,
+    fit,
+    initialize,
+    knn,
+    linear_probe,
+)
 from smallvit.evaluate import cached_features, declaration, few_shot, probes
 
 PROBES = {"knn": knn, "linear_probe": linear_probe, "few_shot": partial(few_shot, shots=5)}
@@ -342,11 +357,29 @@ def test_values_that_do_not_apply_are_left_out(vit, splits):
         (few_shot, r"class '\d' has 10 labelled images; expected at least shots=16 of each"),
         (partial(few_shot, shots=0), "expected at least 1 of each"),
         (partial(few_shot, draws=0), "expected at least 1 of each"),
+        (partial(few_shot, shots=2.5), "expected at least 1 of each"),
+        (partial(few_shot, shots=2, strength=-1.0), "strength is -1.0; expected an inverse strength C above 0"),
+        (partial(linear_probe, strengths=("a", 1.0)), "strengths is .*above 0"),
+        (partial(linear_probe, of="foo"), "of is 'foo'"),
+        (partial(knn, metric="foo"), "metric is 'foo'; expected one of 'balanced_accuracy'"),
+        (partial(knn, layers=2), "got layers=2 .* with of='head'"),
+        (partial(calibration, bins=True), "bins is True; expected a whole number"),
+        (partial(cost, batch=0), "batch=0"),
     ],
 )
 def test_impossible_options_are_refused(probe, message, vit, splits):
     with pytest.raises(ValueError, match=message):
         dict(probe(vit, splits))
+
+
+def test_impossible_options_are_refused_before_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("smallvit.train.loop.Training.train_step", lambda *_: pytest.fail("a step was taken"))
+    run = Run(data=digits, model=TINY_VIT, labels=50, val=20, steps=3, batch=8)
+    for probe in (partial(knn, ks=(500,)), partial(linear_probe, strengths=()), partial(calibration, bins=0), partial(cost, repeats=0)):
+        with pytest.raises(ValueError, match="expected"):
+            fit(run.vary(evaluators=(accuracy, probe)), tmp_path)
+    with pytest.raises(ValueError, match="no image among the 5 images to score"):
+        fit(run.vary(val=5, evaluators=(partial(knn, metric="auc"),)), tmp_path)
 
 
 def test_few_shot_refuses_a_class_without_labeled_images_also_before_training(vit, splits):

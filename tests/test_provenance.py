@@ -233,6 +233,15 @@ def missing(rows, which) -> list[Record]:
     return [replace(r, status="missing", **nothing) if which(r) else r for r in rows]
 
 
+@pytest.mark.parametrize(("options", "copies"), [({"group_by": None, "groups": None}, True), ({"group_by": "(.*)_"}, False), ({"groups": "p.csv"}, False)])
+def test_copies_of_an_image_are_not_called_patients(options, copies):
+    data = {"call": "smallvit.data.folder", "path": "cells", **options}
+    rows = [replace(r, test_groups=[0, 0, *range(1, 1_999)], run=r.run | {"data": data}) for r in runs("A", role="baseline")]
+    page = " ".join(markdown(rows, title="demo", doc="").split())
+    assert ("There are 1,999 different images. Images with identical pixels stay together" in page) == copies
+    assert ("1,999 groups, such as patients" in page) == (not copies)
+
+
 def test_a_cross_validation_counts_passes_and_its_words_are_explained():
     rows = [replace(r, test=r.test | {"nll": 1.0}, unused_seeds=[7]) for r in folded({"A": 0.8, "B": 0.81}, noise=0.03)]
     for passes in (6, 4, 1):

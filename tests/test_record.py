@@ -1,5 +1,6 @@
 """Records: writing is atomic, damaged files are refused by name, fields are type-checked, and code and versions are identified."""
 
+import base64
 import errno
 import importlib.util
 import json
@@ -331,8 +332,12 @@ def test_record_keeps_one_number_for_each_image(lower, tmp_path):
         replace(record, test={"loss": 0.45}).per_image  # noqa: B018
     with pytest.raises(ValueError, match="contributions does not fit 5 test images: got 16 bytes; expected 5 numbers of 4 bytes"):
         replace(record, test_images=5).per_image  # noqa: B018
-    with pytest.raises(ValueError, match="infinite or NaN"):
-        replace(record, contributions=pack_floats([1, np.nan, 0, 0])).per_image  # noqa: B018
+    for wrong in ([1, np.nan, 0, 0], [1, 1e39, 0, 0]):
+        with pytest.raises(ValueError, match="infinite or NaN"):
+            pack_floats(wrong)
+        packed = base64.b64encode(torch.tensor(wrong).numpy().tobytes()).decode()
+        with pytest.raises(ValueError, match="infinite or NaN"):
+            replace(record, contributions=packed).per_image  # noqa: B018
 
 
 def test_scores_whose_lower_values_are_better_may_exceed_1():

@@ -133,7 +133,7 @@ def test_a_verdict_says_how_often_it_comes_out_again_and_which_effect_would_have
     weak = next(r for k in range(5, 40) if row_of(r := cell({"scratch": 0, "+A": k / 2000}, seeds=8), "+A").decided)
     difference = row_of(weak, "+A").difference
     assert difference.fragile
-    again = rf"better \(again in about {100 * difference.replication:.0f} of 100, fragile; \d+ seeds: in 90\)"
+    again = rf"better \(again in about {100 * difference.replication:.0f} of 100, fragile; with \d+ seeds in 90\)"
     assert re.search(again, markdown(weak, **PAGE))
 
 

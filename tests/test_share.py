@@ -1,6 +1,7 @@
 """smallvit share: a folder or a page on the hub that others can load, and everything that is refused on the way."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -14,8 +15,9 @@ from toys import TINY_VIT, write_recipe
 
 from smallvit import MAE, Merge, Run, arrays, digits, fit, load, load_recipe, share
 from smallvit.__main__ import main
+from smallvit.data import Preprocess
 from smallvit.deploy import onnx
-from smallvit.deploy.hub import model_card, result_lines
+from smallvit.deploy.hub import model_card, onnx_text, result_lines
 from smallvit.record import Record, read_record
 from smallvit.storage import file_sha256
 
@@ -93,6 +95,15 @@ def test_license_is_unknown_unless_given(shared):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "channels", "text"),
+    [("uint8", 3, "the same in ONNX Runtime, from bytes"), ("float32", 1, "as float32 in .* resized 8-bit"), ("float32", 4, r"as float32 in \[0, 1\]\.$")],
+)
+def test_model_card_says_which_pixels_the_onnx_file_takes(dtype, channels, text):
+    preprocess = Preprocess((8, 8), channels, (0.5,) * channels, (0.2,) * channels, ("a", "b"), dtype=dtype)
+    assert re.search(text, onnx_text(preprocess))
+
+
 def test_onnx_file_is_shared_on_request(runs, tmp_path):
     pytest.importorskip("onnxscript")
     place = Path(share(runs / "seed0", tmp_path / "shared", onnx=True))

@@ -19,7 +19,7 @@ from smallvit.commands.tune import plan, table
 from smallvit.launch import launch
 from smallvit.launch import tune as loop
 from smallvit.launch.results import folder, tags
-from smallvit.launch.suggest import at_edge, suggestions
+from smallvit.launch.suggest import at_edge, position_of, suggestions, value_at
 from smallvit.launch.tune import HALVING, candidates, may_succeed, on_all_images, run_count, stages, tune_arms
 from smallvit.packing import pack_bits
 from smallvit.pretrained import Unavailable
@@ -147,6 +147,19 @@ def test_trials_may_be_shorter_than_the_runs_of_the_comparison(tmp_path, fake_la
     assert arm.fingerprint == fingerprint(whole[0].entry.run.at_seed(0))
 
 
+@pytest.mark.parametrize("values", [(0.999, 0.9999), (0.99, 0.9999), (0.995, 0.9995), (12345.0, 12349.0), (3e-4, 6e-3), (0.0, 1.0)])
+def test_every_trial_has_another_value_also_in_a_narrow_range(values):
+    found = [each["ema"] for each in suggestions(Tune({"ema": values}, trials=8), {"ema": values}, {"ema": -1.0})]
+    assert len(set(found)) == 8 and min(found) >= values[0] and max(found) <= values[1]
+    eighths = sorted(int(8 * min(position_of(values, value), 0.999)) for value in found)
+    assert eighths == list(range(8)) or max(map(eighths.count, eighths)) <= 2  # a rounded value may lie beyond its eighth
+
+
+@pytest.mark.parametrize("values", [(1, 100), (1, 12), (2, 9), (0, 5)])
+def test_position_of_a_whole_number_gives_this_number(values):
+    assert [value_at(values, position_of(values, n)) for n in range(values[0], values[1] + 1)] == list(range(values[0], values[1] + 1))
+
+
 def test_suggestions_cover_the_ranges_evenly_and_begin_with_the_recipe():
     ranges = RANGES | {"warmup": (0.0, 0.5), "batch": (8, 64)}
     recipe = {"lr": 2e-3, "weight_decay": 0.05, "depth": 2, "warmup": 0.1, "batch": 8}
@@ -204,6 +217,8 @@ def test_external_weights_that_cannot_be_downloaded_are_left_out_with_the_reason
     [
         ({"ranges": {}}, "expected a dict"),
         ({"ranges": {"lr": (1e-2, 1e-3)}}, "low < high"),
+        ({"ranges": {"lr": (1e-3, math.inf)}}, "expected finite numbers"),
+        ({"ranges": {"lr": [math.nan, 1.0]}}, "different numbers or texts"),
         ({"ranges": {"lr": [1e-3]}}, "at least 2"),
         ({"ranges": {"depth": [2, 2]}}, "different"),
         ({"ranges": {"steps": (100, 200)}}, "'steps' cannot be tuned"),
@@ -583,6 +598,9 @@ def test_changed_arm_range_or_recipe_is_refused(tmp_path):
         (lambda text: text.replace("0.7, 0.9", "0.7, 9.0"), "scores of a trial"),
         (lambda text: text.replace('"settings": { "lr": 0.01,', '"settings": { "lr": 0.02,', 1), "those of no trial"),
         (lambda text: text.replace('"runs": 16', '"runs": "16"'), "cost is"),
+        (lambda text: text.replace('"labels": 50', '"labels": [50]', 1), r"labels is \[50\]"),
+        (lambda text: text.replace('"note": ""', '"note": 5', 1), "note is 5"),
+        (lambda text: text.replace('"edge": [', '"edge": [1, ', 1).replace("[1, ]", "[1]"), "edge"),
     ],
 )
 def test_damaged_file_is_refused(tmp_path, change, message):

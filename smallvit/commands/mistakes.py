@@ -128,7 +128,8 @@ def check_same_images(pairs: Sequence[tuple[ArmRun, Record]]):
     the models may have been trained on them. `pairs` are the runs and their results.
     """
     for entry, record in pairs:
-        if record.has_other_data(entry.run.data().sha256):
+        data = entry.run.data()
+        if record.has_other_data(data.sha256, data.spec.classes):
             raise ValueError(
                 f"the images or labels have changed since {entry.arm!r} was trained, so its test images may be others now; "
                 "restore the data, or train all runs again in another --out folder"

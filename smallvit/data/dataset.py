@@ -319,12 +319,13 @@ class Dataset:
                 )
 
 
-def current_sha256(data: Callable[[], Dataset]) -> str | None:
-    """Return the hash of the images and labels of a data set as they are now, or None if they cannot be loaded any more. The
-    function `data` loads the data set.
+def current_content(data: Callable[[], Dataset]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the hash of the images and labels of a data set as they are now, and the names of its classes, or None if they
+    cannot be loaded any more. The function `data` loads the data set.
     """
     try:
-        return data().sha256
+        loaded = data()
+        return loaded.sha256, loaded.spec.classes
     except Exception:  # the loader of a user may raise any error
         return None
 

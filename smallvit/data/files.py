@@ -321,18 +321,19 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
         raise ValueError(f"groups={str(table)!r} cannot be read ({error}); {expected}") from error
     head = text.partition("\n")[0]
     separator = ";" if ";" in head and "," not in head else ","
-    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator) if any(row)]
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    rows = [(lines.line_num, row) for row in lines if any(row)]
     names = {_normal(file): file for file in known}
     count = Counter(map(_name, names))
     names |= {_name(path): file for path, file in names.items() if count[_name(path)] == 1}
     group: dict[str, str] = {}
     unknown = []
-    for number, row in enumerate(rows, 1):
+    for number, row in rows:
         if len(row) != 2 or not row[1].strip():
             raise ValueError(f"{table}, line {number}: expected two columns, file and group, got {row}")
         file, name = names.get(_normal(row[0])), composed(row[1].strip())
         if file is None:
-            unknown += [row[0]] * (number > 1)
+            unknown += [row[0]] * (number > rows[0][0])
         elif group.setdefault(file, name) != name:
             raise ValueError(f"{table}: {file} is in two groups, {group[file]} and {name}; expected one")
     missing = [file for file in files if file not in group]

@@ -47,7 +47,8 @@ class Preprocess:
 
     def __post_init__(self):
         def is_tuple(value: Any, kind: Any, length: int) -> bool:
-            return isinstance(value, tuple) and len(value) == length and all(isinstance(one, kind) for one in value)
+            fits = isinstance(value, tuple) and len(value) == length
+            return fits and all(isinstance(one, kind) and not isinstance(one, bool) for one in value)
 
         c, numbers = self.channels, (int, float)
         mean, std = is_tuple(self.mean, numbers, c) and all(map(isfinite, self.mean)), is_tuple(self.std, numbers, c)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from smallvit.components import describe_value, described_name
+from smallvit.data import Preprocess
 from smallvit.record import RECORD, WEIGHTS, Record, format_labels, write_record
 from smallvit.storage import file_sha256, write_text
 from smallvit.train.trained_model import CONFIG, HUB, TrainedModel, custom_components, load
@@ -161,7 +162,7 @@ def model_card(trained: TrainedModel, records: Sequence[Record], license: str | 
         "```",
         "",
         "Loading reads only safetensors and JSON files and runs no code of this folder."
-        + f" `{ONNX}` computes the same in ONNX Runtime, from bytes to probabilities." * onnx,
+        + onnx_text(trained.preprocess) * onnx,
         "",
         "## Training",
         "",
@@ -194,6 +195,16 @@ def model_card(trained: TrainedModel, records: Sequence[Record], license: str | 
         "",
     ]
     return "\n".join(lines)
+
+
+def onnx_text(preprocess: Preprocess) -> str:
+    """Return a sentence about the ONNX file beside a model, which says what the file computes. `preprocess` says how the images
+    of the model are made.
+    """
+    if preprocess.dtype == "uint8":
+        return f" `{ONNX}` computes the same in ONNX Runtime, from bytes to probabilities."
+    resized = "" if preprocess.channels == 4 else "; resized 8-bit images differ slightly from those of smallvit"
+    return f" `{ONNX}` computes the probabilities in ONNX Runtime, from pixels as float32 in [0, 1]{resized}."
 
 
 def data_name(record: Record) -> str:

@@ -82,16 +82,8 @@ def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Ten
 
     Raises ValueError for an unknown name, or a name that does not apply to this model.
     """
-    if of not in ("head", *TOKENS) or norm not in ("after", "before"):
-        raise ValueError(
-            f"of is {of!r} and norm {norm!r}; expected of 'head', {', '.join(map(repr, TOKENS))}, and norm 'after' or 'before'"
-        )
+    check_place(of, layers, norm)
     if of == "head":
-        if layers != 1 or norm != "after":
-            raise ValueError(
-                f"got layers={layers} and norm={norm!r} with of='head', which is one feature only; with these options use"
-                " of='class token', 'mean' or 'both'"
-            )
         return head_input(model)
     if not isinstance(model, ViT) and not is_timm_vit(model):
         raise ValueError(f"{type(model).__name__} has no named tokens; expected a ViT of smallvit or timm, or of='head'")
@@ -100,6 +92,21 @@ def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Ten
     if of != "mean" and not has_class_token(model):
         raise ValueError(f"this {type(model).__name__} has no class token; expected of='mean', or of='head' for its pool")
     return partial(token_features, model, of, layers, norm == "after")
+
+
+def check_place(of: Any, layers: Any, norm: Any):
+    """Raise ValueError if no model has features at this place. `of`, `layers` and `norm` are the options of `features`."""
+    if of not in ("head", *TOKENS) or norm not in ("after", "before"):
+        raise ValueError(
+            f"of is {of!r} and norm {norm!r}; expected of 'head', {', '.join(map(repr, TOKENS))}, and norm 'after' or 'before'"
+        )
+    if not isinstance(layers, int):
+        raise ValueError(f"layers is {layers!r}; expected a whole number from 1 on")
+    if of == "head" and (layers != 1 or norm != "after"):
+        raise ValueError(
+            f"got layers={layers} and norm={norm!r} with of='head', which is one feature only; with these options use"
+            " of='class token', 'mean' or 'both'"
+        )
 
 
 def head_input(model: Any) -> Callable[[Tensor], Tensor]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from smallvit.augment.batch import is_whole_number
 from smallvit.data import Images
 
 from .declare import evaluator
@@ -143,7 +144,13 @@ def log_loss(model: nn.Module, splits: Splits) -> NamedScores:
     yield "log_loss", PerImage(-np.log(np.clip(each, np.finfo(found.dtype).eps, None)))
 
 
-@evaluator(lower_is_better=True)
+def require_bins(splits: Splits, *, bins: int = BINS):
+    """Raise ValueError unless `bins`, the option of `calibration`, is a number of bins. `splits` is not used."""
+    if not is_whole_number(bins):
+        raise ValueError(f"bins is {bins!r}; expected a whole number of at least 1")
+
+
+@evaluator(lower_is_better=True, needs=require_bins)
 def calibration(model: nn.Module, splits: Splits, *, bins: int = BINS) -> NamedScores:
     """Evaluator (a function that scores a model): yield the expected calibration error (ECE) of the model on the test images.
     The images are sorted into `bins` bins of equal width by confidence, the probability of the predicted class. The ECE is the
@@ -159,8 +166,7 @@ def calibration(model: nn.Module, splits: Splits, *, bins: int = BINS) -> NamedS
     """
     import numpy as np
 
-    if not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins is {bins!r}; expected a whole number of at least 1")
+    require_bins(splits, bins=bins)
     found, labels = arrays(model, require_images(splits.test))
     gaps, place = (found.argmax(1) == labels) - found.max(1), bin_of(found.max(1), bins)
     values = np.sign(np.bincount(place, gaps, bins))[place] * gaps
@@ -179,6 +185,17 @@ def probe_metric(evaluator: Callable) -> str | None:
     return evaluator.__name__ if evaluator in METRICS and evaluator.__name__ in OF_PROBES else None
 
 
+def require_metric(metric: str | None, splits: Splits):
+    """Raise ValueError for an unknown `metric` of a probe, and if a class has no image among the test images in `splits`. None
+    needs nothing.
+    """
+    if metric is None:
+        return
+    if metric not in OF_PROBES:
+        raise ValueError(f"metric is {metric!r}; expected one of {', '.join(map(repr, OF_PROBES))}, or None for the accuracy")
+    require_every_class(splits)
+
+
 def score_probe(metric: str, probabilities: Any, splits: Splits) -> PerImage:
     """Return the score of a probe, a classifier on frozen features. `metric` is the name of the score, `probabilities` (n, k)
     are those of the probe for the test images, and `splits` holds the images.
@@ -187,9 +204,7 @@ def score_probe(metric: str, probabilities: Any, splits: Splits) -> PerImage:
     """
     import numpy as np
 
-    if metric not in OF_PROBES:
-        raise ValueError(f"metric is {metric!r}; expected one of {', '.join(map(repr, OF_PROBES))}, or None for the accuracy")
-    require_every_class(splits)
+    require_metric(metric, splits)
     return OF_PROBES[metric](np.asarray(probabilities, dtype="float64"), splits.test.labels.numpy())
 
 

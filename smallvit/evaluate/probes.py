@@ -3,6 +3,7 @@
 Their options `of`, `layers` and `norm` name the features and are those of `features`.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,23 +18,39 @@ from smallvit.rng import shuffled
 
 from .cache import cached
 from .declare import evaluator
-from .hooks import Array, features
-from .metrics import score_probe
+from .hooks import Array, check_place, features
+from .metrics import require_metric, score_probe
 from .splits import NamedScores, PerImage, Splits
 
 AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
 ITERATIONS = 5_000
+KS = (1, 5, 20)  # numbers of neighbors
 MANY_FEATURES = 1_000  # from which the solver is slow
 SHOTS = 16
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # the inverse penalties C that `linear_probe` tries
 
 
-@evaluator(probe=True)
+def require_neighbors(
+    splits: Splits, *, ks: tuple[int, ...] = KS, metric: str | None = None, of: str = "head", layers: int = 1,
+    norm: str = "after",
+):  # fmt: skip
+    """Raise ValueError unless `knn` can be computed with these options. `splits` holds the images. This is checked before a run
+    starts.
+    """
+    if not isinstance(ks, tuple | list) or not ks or not all(map(is_whole_number, ks)):
+        raise ValueError(f"ks is {ks}; expected a tuple of whole numbers from 1 on")
+    if min(ks) > len(splits.train):
+        raise ValueError(f"knn has {len(splits.train)} labelled images; expected at least as many as the smallest k")
+    check_place(of, layers, norm)
+    require_metric(metric, splits)
+
+
+@evaluator(probe=True, needs=require_neighbors)
 def knn(
     model: nn.Module,
     splits: Splits,
     *,
-    ks: tuple[int, ...] = (1, 5, 20),
+    ks: tuple[int, ...] = KS,
     metric: str | None = None,
     of: str = "head",
     layers: int = 1,
@@ -50,16 +67,13 @@ def knn(
     an untrained model all point in nearly the same direction. Which of several equally near images are used is not specified.
 
     With `metric="balanced_accuracy"`, "macro_f1" or "auc", this score is yielded first, under its own name. It is that of the
-    first k, where the share of the votes is the probability of a class.
+    first k that is not left out, where the share of the votes is the probability of a class.
 
     Raises   ValueError for a k that is no whole number from 1 on, if every k is above the number of labelled images, and for an
              unknown metric.
     """
-    if not isinstance(ks, tuple | list) or not ks or not all(map(is_whole_number, ks)):
-        raise ValueError(f"ks is {ks}; expected a tuple of whole numbers from 1 on")
+    require_neighbors(splits, ks=ks, metric=metric, of=of, layers=layers, norm=norm)
     ks = tuple(k for k in ks if k <= len(splits.train))
-    if not ks:
-        raise ValueError(f"knn has {len(splits.train)} labelled images; expected at least as many as the smallest k")
     train, test = (
         F.normalize(torch.from_numpy(features(model, images, of=of, layers=layers, norm=norm)).double(), dim=1)
         for images in (splits.train, splits.test)
@@ -85,7 +99,25 @@ def choice_of_probe(strengths: Sequence[float] = STRENGTHS, **others: Any) -> st
     return "C of the linear probe" * (len(strengths) > 1)
 
 
-@evaluator(probe=True, chooses=choice_of_probe)
+def require_strengths(
+    splits: Splits, *, strengths: tuple[float, ...] = STRENGTHS, standardise: bool = True, metric: str | None = None,
+    of: str = "head", layers: int = 1, norm: str = "after",
+):  # fmt: skip
+    """Raise ValueError unless `linear_probe` can be computed with these options. `splits` holds the images. This is checked
+    before a run starts.
+    """
+    if not isinstance(strengths, tuple | list) or not strengths or not all(map(is_strength, strengths)):
+        raise ValueError(f"strengths is {strengths!r}; expected a tuple of inverse strengths C above 0, such as (1.0,)")
+    check_place(of, layers, norm)
+    require_metric(metric, splits)
+
+
+def is_strength(value: Any) -> bool:
+    """Return whether a value is an inverse penalty C: a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+@evaluator(probe=True, chooses=choice_of_probe, needs=require_strengths)
 def linear_probe(
     model: nn.Module,
     splits: Splits,
@@ -114,10 +146,10 @@ def linear_probe(
 
     `linear_probe_iterations` is the number of iterations that the solver took.
 
-    Raises   RuntimeError if the solver does not converge; ValueError if there are no strengths, and for an unknown metric.
+    Raises   RuntimeError if the solver does not converge; ValueError if there are no strengths, for one that is not above 0,
+             and for an unknown metric.
     """
-    if not isinstance(strengths, tuple | list) or not strengths:
-        raise ValueError(f"strengths is {strengths!r}; expected a tuple of at least one inverse strength C, such as (1.0,)")
+    require_strengths(splits, strengths=strengths, metric=metric, of=of, layers=layers, norm=norm)
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
 
     def fit_probe(inverse_penalty: float):
@@ -143,12 +175,18 @@ def linear_probe(
     yield "linear_probe_iterations", float(probe[-1].n_iter_.max())
 
 
-def require_shots(splits: Splits, *, shots: int = SHOTS, **options):
-    """Raise ValueError if a class has too few labelled images for few-shot evaluation, which trains a classifier on `shots`
-    images of each class. `splits` holds the labelled images. Other `options` of the evaluation are ignored.
-
-    This is checked before a run starts.
+def require_shots(
+    splits: Splits, *, shots: int = SHOTS, draws: int = 5, strength: float = 1.0, of: str = "head", layers: int = 1,
+    norm: str = "after",
+):  # fmt: skip
+    """Raise ValueError unless `few_shot` can be computed with these options: each class needs `shots` labelled images in
+    `splits`. This is checked before a run starts.
     """
+    if not is_whole_number(shots) or not is_whole_number(draws):
+        raise ValueError(f"got shots={shots!r} and draws={draws!r}; expected at least 1 of each, whole numbers")
+    if not is_strength(strength):
+        raise ValueError(f"strength is {strength!r}; expected an inverse strength C above 0, such as 1.0")
+    check_place(of, layers, norm)
     draw_balanced(splits.train, shots, 0)
 
 
@@ -178,8 +216,7 @@ def few_shot(
 
     Raises   ValueError if a class has too few labelled images; RuntimeError if the solver does not converge.
     """
-    if shots < 1 or draws < 1:
-        raise ValueError(f"got shots={shots} and draws={draws}; expected at least 1 of each")
+    require_shots(splits, shots=shots, draws=draws, strength=strength, of=of, layers=layers, norm=norm)
     test = features(model, splits.test, of=of, layers=layers, norm=norm)
 
     def fit_probe(draw: int):

@@ -123,7 +123,13 @@ def augmented_accuracy(
     yield "augmented_nll", F.nll_loss(total - math.log(copies + 1), images.labels).item()
 
 
-@evaluator(judges=False)
+def require_cost(splits: Splits, *, batch: int = 32, repeats: int = 9):
+    """Raise ValueError unless `cost` can be measured with these options. `splits` is not used."""
+    if not (is_whole_number(batch) and is_whole_number(repeats)):
+        raise ValueError(f"got batch={batch!r} and repeats={repeats!r}; expected whole numbers of at least 1")
+
+
+@evaluator(judges=False, needs=require_cost)
 def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9) -> NamedScores:
     """Evaluator (a function that scores a model): measure the cost of a forward pass. Yield the number of multiply-adds for one
     image (`macs`) and the time for a batch in milliseconds (`ms`). `splits` holds the training, validation and test images.
@@ -142,8 +148,7 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
 
     Raises   ValueError for `batch` or `repeats` below 1, and if there are no images.
     """
-    if not (is_whole_number(batch) and is_whole_number(repeats)):
-        raise ValueError(f"got batch={batch!r} and repeats={repeats!r}; expected whole numbers of at least 1")
+    require_cost(splits, batch=batch, repeats=repeats)
     images = next(iter(require_images(splits.test).batches(min(batch, len(splits.test)))))[0]
     with frozen(model) as reference:
         images = images.to(reference)

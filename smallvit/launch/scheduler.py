@@ -13,7 +13,7 @@ from typing import NamedTuple
 from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import canonical, describe_value
-from smallvit.data.dataset import current_sha256
+from smallvit.data.dataset import current_content
 from smallvit.pretrained import Unavailable, Weights
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
@@ -97,7 +97,7 @@ class Scheduler:
             self.check_data(data, test_images)
         for data in dict.fromkeys(entry.run.data for entry in self.runs[: self.requested]):
             if data not in needed:
-                self.check_unchanged(data, current_sha256(data))
+                self.check_unchanged(data, current_content(data))
         for start in dict.fromkeys(self.runs[index].run.init for index in todo):
             if isinstance(start, Weights):
                 self.check_weights(start)
@@ -151,24 +151,27 @@ class Scheduler:
         loaded = data()
         if test_images:
             loaded.check_test_images()
-        self.check_unchanged(data, loaded.sha256)
+        self.check_unchanged(data, (loaded.sha256, loaded.spec.classes))
         if loaded.repeats:
             text = f"{loaded.repeats:,} test images of {describe_value(describe(data))} are also training or validation images"
             print(f"note: {text}", file=sys.stderr)
 
-    def check_unchanged(self, data: Callable, sha256: str | None):
-        """Raise ValueError if runs have finished on other images or labels than a data set has now. The function `data` loads
-        the data set, and `sha256` is the hash of its content. Data that cannot be loaded any more (None) are no error.
+    def check_unchanged(self, data: Callable, content: tuple[str, tuple[str, ...]] | None):
+        """Raise ValueError if runs have finished on other images, labels or names of classes than a data set has now. The
+        function `data` loads the data set, and `content` is the hash of its content and the names of its classes. Data that
+        cannot be loaded any more (None) are no error.
         """
+        if content is None:
+            return
         plain = describe(data)
         changed = sum(
-            record is not None and record.has_other_data(sha256) and canonical(record.run["data"]) == canonical(plain)
+            record is not None and record.has_other_data(*content) and canonical(record.run["data"]) == canonical(plain)
             for record in self.records
         )
         if changed:
             raise ValueError(
                 f"{changed} runs have finished on other images or labels than {describe_value(plain)} contains now; restore "
-                "the data, or train all runs again in another --out folder"
+                "the data, also the names of its classes, or train all runs again in another --out folder"
             )
 
     def check_weights(self, weights: Weights):

@@ -44,16 +44,31 @@ def sobol(dimensions: int, count: int, seed: int) -> list[list[float]]:
 def value_at(values: Range, position: float) -> Any:
     """Return one value from the range of a hyperparameter. `values` is the range: a pair (low, high) or a list of values.
     `position` goes from 0 (low end, or first in the list) to 1 (high end, or last). Positive ranges with high >= 10 * low have
-    a logarithmic scale. Numbers are rounded to three digits.
+    a logarithmic scale. Numbers are rounded to three digits, of the number or of the width of its range if that is finer.
     """
     if isinstance(values, list):
         return values[min(int(position * len(values)), len(values) - 1)]
-    low, high = values
-    whole = isinstance(low, int) and isinstance(high, int)
-    if whole:
-        low, high = low - 0.5, high + 0.5  # so that the lowest and the highest value are as probable as the others
+    low, high = sampled(values)
     value = low * (high / low) ** position if is_logarithmic(values) else low + (high - low) * position
-    return min(max(round(value) if whole else float(f"{value:.3g}"), values[0]), values[1])
+    if is_whole(values):
+        rounded = round(value)
+    elif values[1] - values[0] < abs(value):  # a narrow range, such as (0.99, 0.9999)
+        rounded = round(value, 2 - math.floor(math.log10(values[1] - values[0])))
+    else:
+        rounded = float(f"{value:.3g}")
+    return min(max(rounded, values[0]), values[1])
+
+
+def is_whole(values: tuple[float, float]) -> bool:
+    """Return whether a range has whole numbers only: both of its ends are whole numbers."""
+    return isinstance(values[0], int) and isinstance(values[1], int)
+
+
+def sampled(values: tuple[float, float]) -> tuple[float, float]:
+    """Return the range from which a number is drawn before it is rounded. For whole numbers it begins 0.5 earlier and ends 0.5
+    later: on a linear scale, the lowest and the highest value are then as probable as the others.
+    """
+    return (values[0] - 0.5, values[1] + 0.5) if is_whole(values) else values
 
 
 def position_of(values: Range, value: Any) -> float:
@@ -62,7 +77,7 @@ def position_of(values: Range, value: Any) -> float:
     """
     if isinstance(values, list):
         return (values.index(value) + 0.5) / len(values)
-    low, high = values
+    low, high = sampled(values)
     return math.log(value / low) / math.log(high / low) if is_logarithmic(values) else (value - low) / (high - low)
 
 

@@ -47,11 +47,11 @@ class Muon(AdamW):
         self, groups: list[dict], *, momentum: float = 0.95, nesterov: bool = True, split_qkv: bool = True,
         scale: str = "match_rms_adamw", iterations: int = 5,
     ):  # fmt: skip
-        if scale not in SCALES:
+        if not isinstance(scale, str) or scale not in SCALES:
             raise ValueError(f"scale of Muon is {scale!r}; expected one of {', '.join(map(repr, SCALES))}")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum of Muon is {momentum}; expected at least 0 and less than 1")
-        if not isinstance(iterations, int) or iterations < 1:
+        if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+            raise ValueError(f"momentum of Muon is {momentum!r}; expected at least 0 and less than 1")
+        if type(iterations) is not int or iterations < 1:
             raise ValueError(f"iterations of Muon is {iterations!r}; expected a whole number, at least 1")
         check_groups("Muon", groups, "parts")
         super().__init__(groups)

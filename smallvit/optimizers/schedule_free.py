@@ -33,19 +33,19 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
     Paper    Defazio et al. 2024, arXiv:2405.15682. The steps equal those of `AdamWScheduleFree` of the package schedulefree.
     Off      `AdamW`.
     Departs  A parameter counts its steps from its first gradient on.
-    Raises   ValueError for `beta1` outside (0, 1), `beta2` outside [0, 1) or `eps` not above 0; for a run with another schedule
-             or with EMA; for a model with batch normalization, whose statistics would be those of y; and for an objective such
-             as DINO, which evaluates a teacher that is already an average, or as `LearnThresholds`, which limits weights after
-             each step.
+    Raises   ValueError for `beta1` outside (0, 1), `beta2` outside [0, 1) or `eps` outside (0, 1); for a run with another
+             schedule or with EMA; for a model with batch normalization, whose statistics would be those of y; and for an
+             objective such as DINO, which evaluates a teacher that is already an average, or as `LearnThresholds`, which limits
+             weights after each step.
     """
 
     passes, averages = 1, True
 
     def __init__(self, groups: list[dict], *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8):
-        if not 0 < beta1 < 1:
-            raise ValueError(f"beta1 of ScheduleFree is {beta1}; expected a number above 0 and below 1")
-        if not 0 <= beta2 < 1 or not eps > 0:
-            raise ValueError(f"beta2 and eps of ScheduleFree are {beta2} and {eps}; expected 0 <= beta2 < 1 and eps > 0")
+        if not isinstance(beta1, int | float) or not 0 < beta1 < 1:
+            raise ValueError(f"beta1 of ScheduleFree is {beta1!r}; expected a number above 0 and below 1")
+        if not all(isinstance(value, int | float) for value in (beta2, eps)) or not (0 <= beta2 < 1 and 0 < eps < 1):
+            raise ValueError(f"beta2 and eps of ScheduleFree are {beta2!r}, {eps!r}; expected 0 <= beta2 < 1 and 0 < eps < 1")
         super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0})
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
 

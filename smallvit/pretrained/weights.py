@@ -71,7 +71,7 @@ class Weights:
             raise ValueError(f"file is {self.file!r}; expected its path as a text, so that a record can hold it")
         if self.file is not None and Path(self.file).suffix not in SUFFIXES:
             raise ValueError(f"file is {self.file!r}; expected one that ends in {', '.join(SUFFIXES)}")
-        if isinstance(self.new, str) or not all(isinstance(part, str) for part in self.new):
+        if not isinstance(self.new, tuple | list) or not all(isinstance(part, str) for part in self.new):
             raise ValueError(f"new is {self.new!r}; expected names of parts, such as ('tokenizer.norm',)")
         object.__setattr__(self, "new", tuple(self.new))
 

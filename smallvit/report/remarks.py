@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from smallvit.record import Record, user_line
 from smallvit.verdicts import contrasts
@@ -177,7 +178,13 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     pass is the mean of the scores of its folds, weighted by their images. Passes take the place of seeds on this page.
     """
     if count := len({group for r in records for group in r.test_groups or ()}):
-        text += f"""
+        if all(only_copies_are_grouped(r.run.get("data") or {}) for r in records):
+            text += f"""
+    There are {count:,} different images. Images with identical pixels stay together: a model is never tested on an image that
+    it was trained on. For intervals and verdicts, identical images count as one unit.
+    """
+        else:
+            text += f"""
     The images belong to {count:,} groups, such as patients, and images of one group stay together: a model is never tested on a
     group that it was trained on. For intervals and verdicts, a group counts as one unit.
     """
@@ -213,6 +220,14 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip())]
 
 
+def only_copies_are_grouped(data: Mapping[str, Any]) -> bool:
+    """Return whether the groups of images are those that smallvit makes of identical images. `data` is the description of a
+    data set in a record. It is False if the user has given groups, and for data sets of the user's own code.
+    """
+    own_groups = any(data.get(name) for name in ("group_by", "groups"))
+    return data.get("call") == "smallvit.data.folder" and not own_groups
+
+
 def how_it_was_timed(records: Sequence[Record]) -> str:
     """Return a paragraph of text that explains how the tokens, MACs and speed-ups in the report were measured. `records` are
     the results of the runs.
@@ -239,7 +254,9 @@ def superseded(records: Sequence[Record]) -> str:
         return ""
     count = f"All {len(reasons)}" if len(reasons) == len(records) else f"{len(reasons)} of {len(records)}"
     texts = (f"{reason[0].upper()}{reason[1:].rstrip('.')}." for reason in dict.fromkeys(reasons))
-    return f"{count} runs on this page come from an earlier version. {' '.join(texts)}"
+    arms = [*dict.fromkeys(r.arm for r in records if r.superseded)]
+    names = f" ({', '.join(f'“{arm}”' for arm in arms)})" if len(reasons) < len(records) and len(arms) <= 3 else ""
+    return f"{count} runs on this page{names} come from an earlier version. {' '.join(texts)}"
 
 
 def failures(comparison: Comparison, records: Sequence[Record]) -> list[tuple[str, str]]:

@@ -158,7 +158,7 @@ def verdict_remarks(row: Row) -> list[str]:
     if d and d.replication is not None:
         again = f"again in {often(d)} of 100" + ", fragile" * d.fragile
         more = d.seeds_for_90 if d.replication < 0.9 else None
-        remarks.append(again + (f"; {more} {row.units}: in 90" if more else ""))
+        remarks.append(again + (f"; with {more} {row.units} in 90" if more else ""))
     if d and d.detectable is not None:
         power = f"80% power at {score_of(row).number(d.detectable)}{score_of(row).points}"
         remarks.append("no possible score would have been shown to be better" if beyond_reach(row) else power)

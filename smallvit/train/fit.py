@@ -15,7 +15,7 @@ from smallvit import record as records
 from smallvit.augment.check import check_labels_kept
 from smallvit.components import describe_value, function
 from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
-from smallvit.data.dataset import current_sha256
+from smallvit.data.dataset import current_content
 from smallvit.evaluate import Splits, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics, full_float32, torch_defaults
@@ -394,10 +394,10 @@ def finished_record(run: Run, folder: Path, validation_only: bool = False) -> Re
         )
     if not done.finished:
         return None
-    if done.has_other_data(current_sha256(run.data)):
+    if (content := current_content(run.data)) and done.has_other_data(*content):
         raise ValueError(
             f"{folder} holds this run, trained on other images or labels than {describe_value(done.run['data'])} contains now; "
-            "restore the data, or use another folder"
+            "restore the data, also the names of its classes, or use another folder"
         )
     if isinstance(run.init, Weights) and done.has_other_weights(run.init.sha256()):
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from smallvit.record import Record, condition_text
 
 from .single_folds import FoldVariance
-from .statistics import FOLDS_FACTOR, LEVEL, MIN_IMAGES, Variance
+from .statistics import FOLDS_FACTOR, LEVEL, MIN_IMAGES, MIN_PAIRS, Variance
 
 
 class Condition(NamedTuple):
@@ -82,7 +82,7 @@ class Difference:
     bound        whether the variance over images is an upper bound, because records do not keep the bits of the images
     level        1 minus the confidence of both intervals: 0.05, or the nominal level of the last look
     replication  probability that the same verdict comes out again with as many fresh seeds and new images; None if undecided
-    seeds_for_90 number of seeds for which this probability is 90%; None: more seeds alone are not enough
+    seeds_for_90  number of seeds for which this probability is 90%; None: more seeds alone are not enough
     detectable   the effect that would have been found with 80% probability; only for inconclusive verdicts
     needs        what would help an inconclusive verdict: "seeds", "images", "pool" (more images from which each seed draws its
                  training images), "records" (new runs) or "" (not known)
@@ -93,7 +93,7 @@ class Difference:
     metric       "accuracy", or the name of the score if it is no accuracy
     lower_is_better  whether a negative difference is better, as for a loss
     folds        number of folds of a cross-validation; None: there is a fixed test part
-    single_folds the variance over single folds, if there is one pass, or too few folds for another test; `low`, `high` and `p`
+    single_folds  the variance over single folds, if there is one pass, or too few folds for another test; `low`, `high` and `p`
                  are then those of Nadeau and Bengio's test, and there is no interval over the seeds
     images       number of test images; in a cross-validation, of the images of all folds; None if unknown
     groups       number of groups of test images, such as patients, if the images have groups: then a group counts as one image
@@ -151,9 +151,14 @@ class Difference:
         images = "" if self.images is None else f"{self.images:,} "
         parts = []
         if self.single_folds:
+            enough = (len(self.values) - 1) * (self.folds or 0) >= MIN_PAIRS - 1
+            reason = (
+                "too few images differ between the arms for a test over passes and images"
+                if enough
+                else "the test over passes and images needs at least 2 passes, or up to 4 if there are fewer than 5 folds"
+            )
             parts.append(
-                f"tested over the {self.single_folds.runs} single folds with Nadeau and Bengio's correction, because the "
-                "test over passes and images needs at least 2 passes, or up to 4 if there are fewer than 5 folds"
+                f"tested over the {self.single_folds.runs} single folds with Nadeau and Bengio's correction, because {reason}"
             )
         elif self.folds:
             parts.append(

@@ -185,12 +185,14 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
     p = None if variance is None else two_part_p(mean, variance, overlap=overlap)
     if found.folds and len(pairs) < MIN_PAIRS and table is not None and p is None:
         return over_folds(found, pairs)
+    largest = largest_difference(found)
     if variance is None:
         found = replace(found, score="" if table is not None or found.metric == "accuracy" else found.metric)
-        each_half = 0.0 if sd is None else critical_t(level, len(values) - 1) * sd / math.sqrt(len(values))
-        return found if sd is None else replace(found, seeds_low=mean - each_half, seeds_high=mean + each_half)
+        if sd is None:
+            return found
+        each_half = critical_t(level, len(values) - 1) * sd / math.sqrt(len(values))
+        return replace(found, seeds_low=max(mean - each_half, -largest), seeds_high=min(mean + each_half, largest))
     half, seeds_half = half_width(variance, level, overlap=overlap), seeds_half_width(variance, level)
-    largest = 1.0 if score_named(found.metric, found.lower_is_better).percent else math.inf  # of a difference of two shares
     return replace(
         found,
         low=max(mean - half, -largest),
@@ -215,9 +217,16 @@ def over_folds(found: Difference, pairs: Sequence[tuple[Record, Record]]) -> Dif
     if len(values) < 2:
         return found
     single = FoldVariance(stdev(values), len(values), found.folds or 0)
-    half = single.half_width(found.level)
-    p = single.p(found.mean)
-    return replace(found, low=found.mean - half, high=found.mean + half, p=p, single_folds=single)
+    half, largest = single.half_width(found.level), largest_difference(found)
+    low, high = max(found.mean - half, -largest), min(found.mean + half, largest)
+    return replace(found, low=low, high=high, p=single.p(found.mean), single_folds=single)
+
+
+def largest_difference(found: Difference) -> float:
+    """Return the largest difference that two arms (variants) can have in a score: 1 for shares, such as accuracies, and
+    infinity for losses.
+    """
+    return 1.0 if score_named(found.metric, found.lower_is_better).percent else math.inf
 
 
 def differences_of_images(pairs: Sequence[tuple[Record, Record]]) -> Any:

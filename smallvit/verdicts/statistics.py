@@ -294,7 +294,7 @@ def seeds_p(mean: float, v: Variance) -> float | None:
 def wilson(share: float, count: float, level: float = LEVEL) -> tuple[float, float]:
     """Return Wilson's confidence interval of a share, as a tuple (low, high). `share` is the observed share of `count`
     independent units, such as test images, and `level` is 1 minus the confidence. Also an observed share of 0 or 1 has an
-    interval of more than one point.
+    interval with a width above 0.
 
     Paper     Wilson 1927.
     """

@@ -126,7 +126,7 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
     )
     found = Plan.read(out / PLAN)
     if found is None:
-        if share and folds and images.grouped:
+        if share and folds:
             new.folds = possible_folds(images, new.folder, share, folds)
         out.mkdir(parents=True, exist_ok=True)
         return new
@@ -160,10 +160,10 @@ def change_plan(plan: Plan, out: Path, options: argparse.Namespace):
 
 
 def possible_folds(images: Inspection, folder: str, share: float, most: int) -> int:
-    """Return the largest number of folds, at most `most`, into which a part of the groups of images can be divided. `share` is
-    this part, and `images` is what was found in `folder`.
+    """Return the largest number of folds, at most `most`, into which a part of the images can be divided. `share` is this part,
+    and `images` is what was found in `folder`. Images of a group, and identical images, stay together.
 
-    Raises ValueError if the classes have too few groups for two folds.
+    Raises ValueError if the classes have too few groups, or too few different images, for two folds.
     """
     from smallvit.data import folder as load_folder
 
@@ -173,6 +173,8 @@ def possible_folds(images: Inspection, folder: str, share: float, most: int) -> 
             return folds
         except ValueError as error:
             reason = error
+    if not images.grouped:
+        raise ValueError(f"smallvit advise chooses on one part of the images and tests on another, and {reason}; add images")
     raise ValueError(
         f"the images have too few groups for smallvit advise, which chooses on some groups and tests on others ({reason}); add "
         "groups, or use --group-by '' if images of one group may be on both sides"

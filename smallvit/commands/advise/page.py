@@ -108,7 +108,8 @@ def write_page(
     with_all = replace(comparison, rows=tuple(row for row in comparison.rows if row.labels is None))
     own = [record for record in reported(records) if record.arm == best and record.labels is None]
     score = score_in(comparison)
-    groups_of_images = len({group for record in own for group in record.test_groups or ()})
+    groups_of_images = len({group for record in own for group in record.test_groups or ()}) if plan.group_by else 0
+    what_helps = what_would_help(comparison, judged, own, training_images(entries[0]), bool(plan.group_by))
     page = {
         "title": f"Advice for {Path(plan.folder).name}",
         "light": LIGHT,
@@ -127,7 +128,7 @@ def write_page(
         "others": other_models(with_all, best, path.parent),
         "kept": kept_text(best, chosen),
         "trained": final_training(plan),
-        "help": [*more_time(plan, path.parent), *what_would_help(comparison, judged, own, training_images(entries[0]))],
+        "help": [*more_time(plan, path.parent), *what_helps],
         "doubted": [(picture(judged.pixels[doubt.image]), doubt) for doubt in found.images],
         "doubts": found.wrong.text,
         "division": division_of_trials(plan, own_val=entries[0].run.data().val is not None),
@@ -293,11 +294,13 @@ def more_time(plan: Plan, out: Path) -> list[str]:
     ]
 
 
-def what_would_help(comparison: Comparison, judged: Judged, own: Sequence[Record], training: int) -> list[str]:
+def what_would_help(
+    comparison: Comparison, judged: Judged, own: Sequence[Record], training: int, grouped: bool
+) -> list[str]:
     """Return sentences about what would improve the model: more images, and images of which class. `comparison` holds the
     results, `judged` the predictions of the model that is given to the user, and `own` the records of its runs. `training` is
-    the number of training images of a run. If images belong to groups, such as patients, nothing is said about classes, because
-    a few difficult groups can make a class look weak.
+    the number of training images of a run. If the images are `grouped`, for example by patients, nothing is said about classes,
+    because a few difficult groups can make a class look weak.
     """
     lines = []
     best = ADVICE if ADVICE in comparison.arms else PLAIN  # with fewer images only this arm was trained
@@ -314,9 +317,9 @@ def what_would_help(comparison: Comparison, judged: Judged, own: Sequence[Record
             d = technique.difference
             lines.append(images_or_technique(curve, "the chosen technique", d.mean, d.low, d.high).text)
     else:
-        new = ", above all those of new groups (such as patients)" if any(record.test_groups for record in own) else ""
+        new = ", above all those of new groups (such as patients)" if grouped else ""
         lines.append(f"More labelled images probably help{new}. By how much was not measured, because this takes more time.")
-    if any(record.test_groups for record in own):
+    if grouped:
         return lines
     return [*lines, weak_class(judged.probabilities, judged.labels.tolist(), classes=judged.classes).text]
 
