@@ -94,16 +94,17 @@ def test_license_is_unknown_unless_given(shared):
     assert 'license: "unknown"' in (shared / "README.md").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "channels", "text"),
     [("uint8", 3, "the same in ONNX Runtime, from bytes"), ("float32", 1, "as float32 in .* resized 8-bit"), ("float32", 4, r"as float32 in \[0, 1\]\.$")],
 )
 def test_model_card_says_which_pixels_the_onnx_file_takes(dtype, channels, text):
-    preprocess = Preprocess((8, 8), channels, (0.5,) * channels, (0.2,) * channels, ("a", "b"), dtype=dtype)
+    mean, std = (0.5,) * channels, (0.2,) * channels
+    preprocess = Preprocess(size=(8, 8), channels=channels, mean=mean, std=std, classes=("a", "b"), dtype=dtype)
     assert re.search(text, onnx_text(preprocess))
 
 
+@pytest.mark.slow
 def test_onnx_file_is_shared_on_request(runs, tmp_path):
     pytest.importorskip("onnxscript")
     place = Path(share(runs / "seed0", tmp_path / "shared", onnx=True))
