@@ -291,6 +291,16 @@ def test_images_in_memory_have_the_usual_strides(channels):
     assert pixels.stride() == torch.empty(pixels.shape).stride()
 
 
+def test_identical_images_in_an_archive_are_named(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (20, 6, 5), np.uint8)
+    across = r"own.npz: images that are identical to an image of another part: 20, train image 0 = test image 0, train image 1 = "
+    with pytest.warns(UserWarning, match=across):
+        assert data.arrays(write_archive(tmp_path, train_images=images, test_images=images)).repeats == 20
+    images[1] = images[0]
+    with pytest.warns(UserWarning, match="identical to an image with another label: 1, train image 0 = train image 1"):
+        data.arrays(write_archive(tmp_path, train_images=images))
+
+
 def test_float_arrays_are_rounded_to_bytes(tmp_path):
     floats = np.linspace(0, 1, 20 * 6 * 5, dtype=np.float32).reshape(20, 6, 5)
     dataset = data.arrays(write_archive(tmp_path, train_images=floats))

@@ -16,7 +16,7 @@ from torch import Tensor
 from smallvit.rng import shuffled
 
 from .folds import Fold, balanced_split, draw_folds, first_folds, held_out_part, random_order
-from .images import DataSpec, HeldOut, Images, with_moments
+from .images import DataSpec, HeldOut, Images, joined, with_moments
 from .notes import note
 from .repeats import same_pixels, warn_of_repeats
 
@@ -164,19 +164,24 @@ class Dataset:
     @classmethod
     def from_arrays(
         cls, name: str, splits: dict[str, tuple], classes: tuple[str, ...], *, black: bool = False, digits: bool = False,
-        pixels: str = "uint8",
+        pixels: str = "uint8", warn: bool = False,
     ) -> "Dataset":  # fmt: skip
         """Return a `Dataset` made from numpy arrays. `splits` is a dict that maps "train", "test" and optionally "val" to a
         pair (images, labels). `name` is the name of the data set, and `classes` holds the class names.
 
         Images are `n h w` or `n h w c`, uint8 or floats in [0, 1]; labels are integers, `n` or `n 1`. `black=True` says that
-        the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`, `pixels` as in `arrays`.
+        the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`, `pixels` as in `arrays`. With
+        `warn=True`, warns about identical images in different splits and about identical images with different labels.
 
         Raises    ValueError for fewer than 2 classes, or naming the split whose images or labels do not fit.
         """
         tensors = {split: to_pixels(images, f"{name}, {split} images", pixels) for split, (images, _) in splits.items()}
         spec = unnormalized(name, classes, tensors["train"].shape, digits, DTYPES[pixels])
         images = {split: as_images(tensors[split], labels, spec, split) for split, (_, labels) in splits.items()}
+        if warn:
+            named = [replace(one, files=tuple(f"{split} image {k}" for k in range(len(one)))) for split, one in images.items()]
+            sides = [split for split, one in images.items() for _ in range(len(one))]
+            warn_of_repeats(name, functools.reduce(joined, named), sides)
         spec = with_moments(spec, images["train"])
         if black:
             spec = replace(spec, mean=(0.0,) * spec.channels)

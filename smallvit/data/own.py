@@ -242,7 +242,8 @@ def arrays(
 
     A second call with the same options returns the same object. The archive is read again if it has changed since.
 
-    Warns     about floats that are rounded to 8 bits and have more values than that, and about float pixels outside of [0, 1].
+    Warns     about floats that are rounded to 8 bits and have more values than that, about float pixels outside of [0, 1],
+              about identical images in different parts, and about identical images with different labels.
 
     Raises    ValueError for fewer than 2 classes, several labels for each image, 3-D volumes, floats beside integers with
               pixels="float", and for an archive that cannot be read, lacks an array, or has one that would not be used.
@@ -272,7 +273,7 @@ def arrays(
     classes = tuple(str(label) for label in present)
     if not is_pool:
         content = {prefix[:-1]: (found[f"{prefix}images"], found[f"{prefix}labels"]) for prefix in prefixes}
-        data = Dataset.from_arrays(file.name, content, classes, digits=digits, pixels=pixels)
+        data = Dataset.from_arrays(file.name, content, classes, digits=digits, pixels=pixels, warn=True)
         _check_values(data.train, found["train_images"])
         return _with_unlabelled(data.with_repeats_together(), found, pixels)
     tensor = to_pixels(found["images"], f"{file.name}, images", pixels)
