@@ -123,23 +123,27 @@ def like(name: str, **options) -> Callable[..., ViT]:
     return partial(made, **options) if options else made
 
 
-@lru_cache(maxsize=8)  # timm takes longer to make a model than to read a file of weights
 def timm_on_meta(name: str) -> nn.Module:
     """Return the timm model `name` without memory for its weights, to look at its architecture. It must not be changed: the
-    next call returns the same model.
+    next call for this architecture returns the same model.
 
     The model is on torch's device "meta". Its head has 10 classes.
     """
+    return made_on_meta(name.partition(".")[0])
+
+
+@lru_cache(maxsize=8)  # timm takes longer to make a model than to read a file of weights
+def made_on_meta(name: str) -> nn.Module:
+    """Return the model of timm's architecture `name` on torch's device "meta"."""
     import timm
 
-    architecture = name.partition(".")[0]
-    if not timm.is_model(architecture):
-        similar = timm.list_models(f"*{architecture[:9]}*")[:3]
+    if not timm.is_model(name):
+        similar = timm.list_models(f"*{name[:9]}*")[:3]
         raise ValueError(
             f"timm has no model {name!r}; expected one of timm.list_models(), such as {', '.join(similar) or VIT_S}"
         )
     with torch.device("meta"):
-        return timm.create_model(architecture, num_classes=10)
+        return timm.create_model(name, num_classes=10)
 
 
 def vit_with_shape_of(model: Any) -> Callable[..., ViT]:

@@ -349,15 +349,6 @@ def planned(v: Variance, seeds: int, images: int | None = None) -> Variance:
     )
 
 
-def expected_variance(v: Variance, seeds: int, images: int | None = None) -> float:
-    """Return the total variance, as one number, that a mean difference would have with `seeds` seeds and `images` test images
-    (None: as many as now). `v` is its `Variance` now, an object with one variance over seeds and one over test images. Both are
-    scaled to the new numbers and combined.
-    """
-    p = planned(v, seeds, images)
-    return p.over_seeds + p.over_images - p.rest
-
-
 def standard_error(v: Variance, overlap: float = 0.0) -> float:
     """Return the standard error of the mean difference between two arms (variants), for new seeds and new test images. `v` is
     the `Variance` (estimated variances) of the difference. `overlap` says how strongly the training images of two seeds
