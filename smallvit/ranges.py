@@ -1,11 +1,11 @@
 """What `smallvit tune` chooses: the hyperparameters of a comparison, their ranges, and the number of trials."""
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from smallvit.components import python_numbers
 from smallvit.run import Run
+from smallvit.shapes import is_number
 
 # settings of a run that may be tuned, besides the options of its model and of its optimizer
 TUNABLE = ("batch", "lr", "warmup", "schedule", "weight_decay", "layer_decay", "clip", "ema")
@@ -89,16 +89,11 @@ def check_range(name: str, values: Any, fewest: int):
     if name in Run.__dataclass_fields__ and name not in TUNABLE:
         raise ValueError(f"{name!r} cannot be tuned; expected {', '.join(TUNABLE)}, or an option of the model or the optimizer")
     if isinstance(values, list):
-        plain = all(value is None or isinstance(value, bool | int | str) or is_finite(value) for value in values)
+        plain = all(value is None or isinstance(value, bool | str) or is_number(value) for value in values)
         if not plain or len(values) < fewest or len(set(map(repr, values))) < len(values):
             raise ValueError(f"the values of {name} are {values!r}; expected at least {fewest} different numbers or texts")
         return
     numbers = isinstance(values, tuple) and len(values) == 2
-    numbers = numbers and all(is_finite(value) and not isinstance(value, bool) for value in values)
+    numbers = numbers and all(map(is_number, values))
     if not numbers or not values[0] < values[1]:
         raise ValueError(f"the range of {name} is {values!r}; expected finite numbers (low, high) with low < high, or a list")
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether a value is a number that is neither infinite nor NaN."""
-    return isinstance(value, int | float) and math.isfinite(value)

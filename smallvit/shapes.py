@@ -34,9 +34,10 @@ KINDS: dict[str, Kind] = {
     "value": ("a text or a number", lambda value: isinstance(value, str | bool | None) or is_number(value)),
     "any": ("anything", lambda value: True),
 }
+# the test of each kind, also of "kind?"
 TESTS = {name: test for name, (words, test) in KINDS.items()}
 TESTS |= {f"{name}?": lambda value, test=test: value is None or test(value) for name, (words, test) in KINDS.items()}
-PLAIN = str, bool, type(None)
+PLAIN = str, bool, type(None)  # types of values that are never a problem
 COSTS = {"images_seen?": "amount", "steps?": "amount", "seconds?": "amount"}
 VALUES: Any = "value", ["value"]
 
@@ -168,7 +169,7 @@ def shape_problem(value: Any, shape: Any, place: str) -> str:
         if each is None:
             return f"{place:.200} has the unknown name {shown(name)}"
         if isinstance(each, str) and TESTS[each](item):
-            continue
+            continue  # without a text for the place, which would take longer than the test
         if found := shape_problem(item, each, f"{place}.{name}"):
             return found
     return ""

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "attention_starts": {"attention", "attention_variants"},
     "block_variants": {"attention_positions", "convolution", "positions", "reduction", "vit"},
     "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "storage", "train"},
-    "ranges": {"components", "run"},
+    "ranges": {"components", "run", "shapes"},
     "recipe": {"ablation", "components", "definitions", "passes", "run", "tuning"},
     "looks": {"ablation", "passes", "record", "storage"},
     "trials": {"ablation", "recipe", "record", "storage", "tuning"},

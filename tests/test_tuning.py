@@ -152,7 +152,7 @@ def test_every_trial_has_another_value_also_in_a_narrow_range(values):
     found = [each["ema"] for each in suggestions(Tune({"ema": values}, trials=8), {"ema": values}, {"ema": -1.0})]
     assert len(set(found)) == 8 and min(found) >= values[0] and max(found) <= values[1]
     eighths = sorted(int(8 * min(position_of(values, value), 0.999)) for value in found)
-    assert eighths == list(range(8)) or max(map(eighths.count, eighths)) <= 2  # a rounded value may lie beyond its eighth
+    assert max(map(eighths.count, eighths)) <= 2  # a rounded value may lie beyond its eighth
 
 
 @pytest.mark.parametrize("values", [(1, 100), (1, 12), (2, 9), (0, 5)])

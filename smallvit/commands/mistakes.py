@@ -124,15 +124,14 @@ def name_of(images: "Images", place: int, image: int) -> str:
 
 
 def check_same_images(pairs: Sequence[tuple[ArmRun, Record]]):
-    """Raise ValueError if the images or labels have changed since runs were trained: other images may then be test images, and
-    the models may have been trained on them. `pairs` are the runs and their results.
+    """Raise ValueError if the images, labels or names of classes have changed since runs were trained: other images may then be
+    test images, and the models may have been trained on them. `pairs` are the runs and their results.
     """
     for entry, record in pairs:
-        data = entry.run.data()
-        if record.has_other_data(data.sha256, data.spec.classes):
+        if record.has_other_data(*entry.run.data().content):
             raise ValueError(
-                f"the images or labels have changed since {entry.arm!r} was trained, so its test images may be others now; "
-                "restore the data, or train all runs again in another --out folder"
+                f"the images, labels or names of classes have changed since {entry.arm!r} was trained, so its test images may "
+                "be others now; restore the data, or train all runs again in another --out folder"
             )
 
 

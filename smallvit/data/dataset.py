@@ -105,6 +105,11 @@ class Dataset:
                 "train without test images: smallvit.fit(run, folder, validation_only=True)"
             )
 
+    @property
+    def content(self) -> tuple[str, tuple[str, ...]]:
+        """The hash of the images and labels, and the names of the classes."""
+        return self.sha256, self.spec.classes
+
     @functools.cached_property
     def repeats(self) -> int:
         """Return the number of test images that also occur, with exactly the same pixels, among the training or validation
@@ -329,8 +334,7 @@ def current_content(data: Callable[[], Dataset]) -> tuple[str, tuple[str, ...]] 
     cannot be loaded any more. The function `data` loads the data set.
     """
     try:
-        loaded = data()
-        return loaded.sha256, loaded.spec.classes
+        return data().content
     except Exception:  # the loader of a user may raise any error
         return None
 

@@ -143,15 +143,15 @@ class Scheduler:
         return found
 
     def check_data(self, data: Callable, test_images: bool):
-        """Load a data set, and raise ValueError if its images or labels have changed since earlier runs were trained on it, or
-        if `test_images` are needed and there are none. The function `data` loads the data set.
+        """Load a data set, and raise ValueError if its images, labels or names of classes have changed since earlier runs were
+        trained on it, or if `test_images` are needed and there are none. The function `data` loads the data set.
 
         Also prints how many test images occur in the training images. The data are downloaded here, once, by one process.
         """
         loaded = data()
         if test_images:
             loaded.check_test_images()
-        self.check_unchanged(data, (loaded.sha256, loaded.spec.classes))
+        self.check_unchanged(data, loaded.content)
         if loaded.repeats:
             text = f"{loaded.repeats:,} test images of {describe_value(describe(data))} are also training or validation images"
             print(f"note: {text}", file=sys.stderr)

@@ -89,7 +89,7 @@ def fit(
                arm have been scored on these test images (`test_settings`).
 
     Raises     ValueError for settings that do not fit the data, for data without test images (unless `validation_only`), for a
-               folder that holds another run or one that was trained on other images or labels than the data set has now or
+               folder that holds another run or one that was trained on other images, labels or classes than the data has now or
                from another file of pretrained weights than there is now, for a full disk, and if anything but the final scoring
                of a run reads the test images;
                FloatingPointError if the loss is not finite;
