@@ -262,7 +262,7 @@ def test_multiply_adds_are_those_that_torch_counts(make):
 def test_native_kernel_leaves_them_to_pytorch(make, capsys):
     if reason := native.reason_against():
         pytest.skip(reason)
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     blocks = Blocks([Block(32, 1, make, None, 0.0)])
     assert native.native_blocks(nn.ModuleList([blocks])) == []
     assert f"{make.__name__} computes its logits in another way" in capsys.readouterr().err

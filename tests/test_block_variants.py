@@ -263,7 +263,7 @@ def block_with(unit: nn.Module, *args, **options) -> Block:
 def test_native_kernel_leaves_them_to_pytorch(make, reason, capsys):
     if missing := native.reason_against():
         pytest.skip(missing)
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     blocks = Blocks([make(32, 2, Attention, None, 0.0, mlp_ratio=3.0)])
     assert native.native_blocks(nn.ModuleList([blocks])) == []
     assert reason in capsys.readouterr().err

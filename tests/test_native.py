@@ -63,8 +63,8 @@ pytestmark = pytest.mark.skipif(MISSING.startswith("no C++ compiler"), reason=MI
 
 def forget_compiler():
     """Let the next call look for a compiler again."""
-    native.library.cache_clear()
-    native.reason_against.cache_clear()
+    native.compiler.library.cache_clear()
+    native.compiler.reason_against.cache_clear()
 
 
 def make_blocks(depth=2, dim=32, heads=2, attention=Attention, drop_path=0.0, **options) -> Blocks:
@@ -79,8 +79,8 @@ def make_blocks(depth=2, dim=32, heads=2, attention=Attention, drop_path=0.0, **
 
 
 def test_own_code_predicts_and_trains_with_the_kernel_and_models_are_as_before(monkeypatch):
-    calls, usual = [], native.NativeBlocks.__call__
-    monkeypatch.setattr(native.NativeBlocks, "__call__", lambda self, *inputs: (calls.append(1), usual(self, *inputs))[1])
+    calls, usual = [], native.blocks.NativeBlocks.__call__
+    monkeypatch.setattr(native.blocks.NativeBlocks, "__call__", lambda self, *inputs: (calls.append(1), usual(self, *inputs))[1])
     close = partial(torch.testing.assert_close, rtol=0, atol=2e-6)
     model, other = (VIT((8, 8), 1, 10) for _ in range(2))
     other.load_state_dict(model.state_dict())
@@ -103,8 +103,8 @@ def test_kernel_in_own_code_can_be_nested_and_takes_what_load_returns(monkeypatc
     fit(RUN, tmp_path)
     trained, images = load(tmp_path), torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
     before = trained.predict_proba(images)
-    calls, usual = [], native.NativeBlocks.__call__
-    monkeypatch.setattr(native.NativeBlocks, "__call__", lambda self, *inputs: (calls.append(1), usual(self, *inputs))[1])
+    calls, usual = [], native.blocks.NativeBlocks.__call__
+    monkeypatch.setattr(native.blocks.NativeBlocks, "__call__", lambda self, *inputs: (calls.append(1), usual(self, *inputs))[1])
     for loaded in (trained, load_all([tmp_path])):
         with native_kernel(loaded):
             with native_kernel(loaded):
@@ -214,11 +214,11 @@ def test_outputs_and_all_gradients_equal_those_of_pytorch(data):
 def test_half_precision_is_as_exact_as_that_of_pytorch(
     tiles, images, tokens, dim, heads, attention, drop_path, activation, monkeypatch
 ):
-    if not native.library().blocks_has_bf16():
+    if not native.compiler.library().blocks_has_bf16():
         pytest.skip("this processor has no products of bf16")
-    if tiles and not native.has_tiles():
+    if tiles and not native.branches.has_tiles():
         pytest.skip("this processor has no tile registers")
-    monkeypatch.setattr(native, "has_tiles", lambda: tiles)
+    monkeypatch.setattr(native.branches, "has_tiles", lambda: tiles)
     torch.manual_seed(0)
     blocks = make_blocks(3, dim, heads, ATTENTIONS[attention], drop_path, activation=activation)
     x, direction = torch.randn(images, tokens, dim), torch.randn(images, tokens, dim)
@@ -326,13 +326,13 @@ def test_contexts_of_several_threads_leave_the_model_as_before():
 def test_other_processors(flags, tmp_path, monkeypatch):
     if "x86" not in os.uname().machine:
         pytest.skip("these flags are those of x86 processors")
-    if flags and "avx2" not in native.processor():
+    if flags and "avx2" not in native.compiler.processor():
         pytest.skip("this processor has no AVX2")
     monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, "FOR_THIS_PROCESSOR", (flags,))
+    monkeypatch.setattr(native.compiler, "FOR_THIS_PROCESSOR", (flags,))
     forget_compiler()
     try:
-        assert native.library().blocks_lanes() == (8 if flags else 4)
+        assert native.compiler.library().blocks_lanes() == (8 if flags else 4)
         for options in (*({"attention": attention} for attention in ATTENTIONS.values()), {"activation": "swiglu"}):
             blocks, x, direction = make_blocks(**options), torch.randn(3, 19, 32), torch.randn(3, 19, 32)
             found = results(blocks, native_call(blocks), x, direction)
@@ -423,7 +423,7 @@ def test_blocks_with_other_parts_are_computed_by_pytorch_with_a_note(case, capsy
     change, reason = ODD_PARTS[case]
     blocks, x = make_blocks(), torch.randn(3, 17, 32)
     change(blocks[0])
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     call = native_call(blocks)
     assert "PyTorch computes 1 of 2 blocks: " in (text := capsys.readouterr().err) and reason in text
     found, expected = (results(blocks, each, x, x)[0] for each in (call, blocks))
@@ -433,13 +433,13 @@ def test_blocks_with_other_parts_are_computed_by_pytorch_with_a_note(case, capsy
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_unsupported_blocks_are_computed_by_pytorch_with_a_note(case, capsys):
     options, reason = UNSUPPORTED[case]
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     assert native.native_blocks(nn.ModuleList([make_blocks(**options)])) == []
     assert "PyTorch computes 2 of 2 blocks: " in (text := capsys.readouterr().err) and reason in text
 
 
 def test_supported_blocks_between_unsupported_ones_are_computed_natively(capsys):
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     prune = Prune(LayerContext(layer=1, depth=4, dim=32, prefix=1, patches=16), keep=0.75, layers=(1,))
     blocks = make_blocks(4)
     blocks[1].reduction = prune
@@ -464,12 +464,12 @@ def merging_blocks(depth=3, r: int | tuple = 4, patches=16, **options) -> Blocks
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("r", slow_after(1, [(0, 5, 2), 3]), ids=str)
 def test_blocks_that_merge_are_computed_natively(r, attention, in_place, capsys):
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     torch.manual_seed(0)
     blocks = merging_blocks(r=r, attention=ATTENTIONS[attention])
     exact, call = copy.deepcopy(blocks).double(), native_call(blocks)
     (part,) = call.args[0]
-    assert type(part) is native.NativeBlocks and len(part.parts) == 4 and not capsys.readouterr().err
+    assert type(part) is native.blocks.NativeBlocks and len(part.parts) == 4 and not capsys.readouterr().err
     left = 17 - (9 if r == 3 else 7)
     x, direction, inputs = torch.randn(40, 17, 32), torch.randn(40, left, 32), {"size": torch.randint(1, 4, (40, 17)).float()}
     if in_place:
@@ -504,7 +504,7 @@ def test_tokens_are_merged_as_by_pytorch(images, patches, prefix, r, key_width, 
     direction, before = torch.randn_like(expected), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        out, new_size, place, share = native.NativeMerge.apply(merge, x, size, keys)
+        out, new_size, place, share = native.merging.NativeMerge.apply(merge, x, size, keys)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
@@ -522,7 +522,7 @@ def test_strange_keys_of_one_image_stay_in_that_image(value):
     merge, x, keys = Merge(LayerContext(0, 1, 32, 1, True, 16), r=5), torch.randn(3, 17, 32), torch.randn(3, 17, 16)
     strange = keys.clone()
     strange[1] = value
-    found, expected = (native.merge_tokens(merge, x, None, each) for each in (strange, keys))
+    found, expected = (native.merging.merge_tokens(merge, x, None, each) for each in (strange, keys))
     assert all(torch.equal(one[[0, 2]], other[[0, 2]]) for one, other in zip(found, expected))
     assert found[1].sum(1).tolist() == [17, 17, 17] and not found[0].isnan().any()
 
@@ -532,7 +532,7 @@ def test_tokens_with_a_key_that_is_not_a_number_are_merged_as_by_pytorch():
     keys = torch.randn(50, 17, 16)
     keys[torch.arange(50), torch.randint(17, (50,)), 3] = float("nan")
     expected, expected_size = merge(x, None, lambda: keys)
-    found, size, _, _ = native.merge_tokens(merge, x, None, keys)
+    found, size, _, _ = native.merging.merge_tokens(merge, x, None, keys)
     assert torch.equal(size, expected_size)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
@@ -613,7 +613,7 @@ class Unknown(Merge):
 
 
 def test_reductions_of_a_user_are_called_or_left_to_pytorch(capsys):
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     torch.manual_seed(0)
     blocks, x = make_blocks(), torch.randn(3, 17, 32)
     blocks[0].reduction = Mirror()
@@ -638,8 +638,8 @@ def test_merging_blocks_use_the_same_memory_in_each_step(monkeypatch):
     call = native_call(blocks)
     for _ in range(3):
         step()
-    new_memory, made = native.new_memory, []
-    monkeypatch.setattr(native, "new_memory", lambda floats: made.append(floats) or new_memory(floats))
+    new_memory, made = native.memory.new_memory, []
+    monkeypatch.setattr(native.memory, "new_memory", lambda floats: made.append(floats) or new_memory(floats))
     step()
     assert not made
 
@@ -740,7 +740,7 @@ class SlowMemory(torch.Tensor):
 
 
 def test_threads_never_get_the_same_memory():
-    pool = native.Pool()
+    pool = native.memory.Pool()
     pool.free = {torch.empty(16).as_subclass(SlowMemory): 0}
     with ThreadPoolExecutor(2) as threads:
         loans = [*threads.map(pool.lend, [16, 16])]
@@ -840,18 +840,18 @@ def test_memory_is_used_again():
     gc.collect()
     for _ in range(3):
         call(x)[0].sum().backward()
-    known = {memory.data_ptr() for memory in native.POOL.free}
+    known = {memory.data_ptr() for memory in native.memory.POOL.free}
     call(x)[0].sum().backward()
-    assert {memory.data_ptr() for memory in native.POOL.free} <= known
-    large = native.new_memory(native.HUGE_PAGE)
-    assert large.shape == (native.HUGE_PAGE,) and large.dtype == torch.float32 and large.fill_(2).sum() == 2 * len(large)
+    assert {memory.data_ptr() for memory in native.memory.POOL.free} <= known
+    large = native.memory.new_memory(native.memory.HUGE_PAGE)
+    assert large.shape == (native.memory.HUGE_PAGE,) and large.dtype == torch.float32 and large.fill_(2).sum() == 2 * len(large)
 
 
 def test_memory_that_is_not_needed_any_more_is_given_back():
-    pool = native.Pool()
+    pool = native.memory.Pool()
     large = pool.lend(1_000_000)
     del large
-    for _ in range(native.IDLE_LOANS * pool.most):
+    for _ in range(native.memory.IDLE_LOANS * pool.most):
         pool.lend(100)
     assert 1_000_000 in [memory.numel() for memory in pool.free]
     for _ in range(2):
@@ -864,7 +864,7 @@ def test_few_things_are_kept_for_later_calls():
     (part,) = native_call(blocks).args[0]
     for n in range(1, 50):
         torch.testing.assert_close(part(x := torch.randn(1, n, 32))[0], blocks(x)[0], rtol=0, atol=2e-5)
-    assert len(part.biases) == native.MOST_PROBLEMS
+    assert len(part.biases) == native.branches.MOST_PROBLEMS
 
 
 def test_there_are_no_more_threads_than_groups_of_images():
@@ -907,7 +907,7 @@ def test_mlp_without_hidden_units_has_gradients(activation):
 def test_many_tokens_are_left_to_pytorch():
     blocks = make_blocks(1)
     call = native_call(blocks)
-    few, many = (torch.randn(1, native.MOST_TOKENS + more, 32) for more in (0, 1))
+    few, many = (torch.randn(1, native.blocks.MOST_TOKENS + more, 32) for more in (0, 1))
     with torch.no_grad():
         torch.testing.assert_close(call(few)[0], blocks(few)[0], rtol=0, atol=2e-5)
         assert torch.equal(call(many)[0], blocks(many)[0])
@@ -953,7 +953,7 @@ def test_without_a_compiler_pytorch_computes_all_blocks(tmp_path, monkeypatch, c
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     forget_compiler()
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     try:
         record = fit(RUN.vary(steps=3), tmp_path / "native", numerics=NATIVE)
         assert "the native kernel cannot be used: no C++ compiler was found; install g++" in capsys.readouterr().err
@@ -993,26 +993,26 @@ def test_compiler_of_the_user_is_used_or_named(compiler, words, tmp_path, monkey
 
 def test_compiler_may_have_options(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", f"{sys.executable} -c pass")
-    assert native.find_compiler() == [sys.executable, "-c", "pass"]
+    assert native.compiler.find_compiler() == [sys.executable, "-c", "pass"]
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="users of Unix")
 def test_code_of_another_user_is_not_loaded(tmp_path, monkeypatch):
     monkeypatch.delenv("SMALLVIT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(native.os, "access", lambda *_: False)
-    monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = native.code_folder()
+    monkeypatch.setattr(native.compiler.os, "access", lambda *_: False)
+    monkeypatch.setattr(native.compiler.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = native.compiler.code_folder()
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    with pytest.raises(native.NotAvailable, match="others can write the cache folder"):
-        native.code_folder()
+    with pytest.raises(native.compiler.NotAvailable, match="others can write the cache folder"):
+        native.compiler.code_folder()
     folder.chmod(0o700)
     other = os.getuid() + 1
-    monkeypatch.setattr(native.os, "getuid", lambda: other)
+    monkeypatch.setattr(native.compiler.os, "getuid", lambda: other)
     folder.rename(tmp_path / f"smallvit-{other}")
-    with pytest.raises(native.NotAvailable, match="others can write the cache folder"):
-        native.code_folder()
+    with pytest.raises(native.compiler.NotAvailable, match="others can write the cache folder"):
+        native.compiler.code_folder()
 
 
 SCRIPT = """
@@ -1053,7 +1053,7 @@ esac
 def copying_compiler(tmp_path, monkeypatch):
     """A stand-in for the compiler: it copies the library that was compiled before, and notes that in the returned file."""
     compiler, log = tmp_path / "compiler", tmp_path / "log"
-    compiler.write_text(COMPILER.format(log=log, library=native.library()._name))
+    compiler.write_text(COMPILER.format(log=log, library=native.compiler.library()._name))
     compiler.chmod(0o755)
     monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
@@ -1063,24 +1063,24 @@ def copying_compiler(tmp_path, monkeypatch):
 
 
 def test_library_that_was_cut_off_is_compiled_again(copying_compiler):
-    path = Path(native.library()._name)
+    path = Path(native.compiler.library()._name)
     whole = path.read_bytes()
     path.unlink()  # this process has loaded the file; another one takes its place
     path.write_bytes(whole[: len(whole) // 2])
-    assert not native.is_whole(path)  # loading it would end this process
+    assert not native.compiler.is_whole(path)  # loading it would end this process
     forget_compiler()
-    native.library()
+    native.compiler.library()
     assert path.read_bytes() == whole and copying_compiler.read_text() == "compiled\n" * 2
     forget_compiler()
-    native.library()
+    native.compiler.library()
     assert copying_compiler.read_text() == "compiled\n" * 2
 
 
 def test_process_does_not_wait_for_ever_for_another_one_that_compiles(copying_compiler, monkeypatch):
     from filelock import FileLock
 
-    monkeypatch.setattr(native, "COMPILE_SECONDS", 0.1)
-    path = Path(native.library()._name)
+    monkeypatch.setattr(native.compiler, "COMPILE_SECONDS", 0.1)
+    path = Path(native.compiler.library()._name)
     forget_compiler()
     with FileLock(path.with_suffix(".lock")):
         assert f"could not be compiled or loaded in {path.parent}" in (native.reason_against() or "")
@@ -1089,13 +1089,13 @@ def test_process_does_not_wait_for_ever_for_another_one_that_compiles(copying_co
 def load_library(barrier, names):
     forget_compiler()
     barrier.wait()
-    names.put(native.library()._name)
+    names.put(native.compiler.library()._name)
 
 
 def test_processes_that_start_together_compile_once(tmp_path, monkeypatch):
     """With a stand-in for the compiler, which copies the library that was compiled before and takes half a second."""
     compiler, log = tmp_path / "compiler", tmp_path / "log"
-    compiler.write_text(COMPILER.format(log=log, library=native.library()._name))
+    compiler.write_text(COMPILER.format(log=log, library=native.compiler.library()._name))
     compiler.chmod(0o755)
     monkeypatch.setenv("SMALLVIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
@@ -1155,7 +1155,7 @@ class ThreeTimes(Blocks):
 
 
 def test_own_list_of_blocks_is_called(capsys):
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     assert native.native_blocks(nn.ModuleList([ThreeTimes(make_blocks())])) == []
     assert "PyTorch computes 2 of 2 blocks: ThreeTimes is another kind of list" in capsys.readouterr().err
     model, x = VIT((8, 8), 1, 10).eval(), torch.randn(2, 1, 8, 8)
@@ -1272,7 +1272,7 @@ def test_other_default_device_or_number_format_changes_nothing(default, made, at
         if made == "inside":
             call = native_call(blocks)
         call(x)
-        native.POOL.free = {}
+        native.memory.POOL.free = {}
         found = results(blocks, call, x, direction)
     finally:
         torch.set_default_device(None)

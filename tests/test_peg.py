@@ -210,7 +210,7 @@ def test_native_kernel_computes_the_blocks_behind_the_position_slot(capsys):
     ((blocks, call),) = native.native_blocks(model)
     blocks._compiled_call_impl = call
     assert_close(model(x), expected, 1e-5)
-    native.note.cache_clear()
+    native.blocks.note.cache_clear()
     assert native.native_blocks(tiny_vit(dim=32, block=PEGBlock)) == []
     assert "PEGBlock is another kind of block" in capsys.readouterr().err
 

@@ -1,0 +1,324 @@
+"""Blocks that the kernel computes, and the reasons for which PyTorch must compute a block or a call."""
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, groupby
+from operator import is_
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.jit._trace import is_tracing
+from torch.nn.modules import module as torch_modules
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
+
+from smallvit.attention import logit_bias, mask_diagonal
+from smallvit.convolution import transform
+from smallvit.reduction.context import reduce_tokens, runs_before_attention
+from smallvit.vit import Block, Blocks, DropPath, GatedUnit, LayerScale, one_after_another
+
+from .branches import ATTENTION, MOST_PROBLEMS, NativeBranches, middle_of, plain_attention
+from .compiler import library, reason_against
+from .memory import POOL
+from .merging import NativeMerge, merge_tokens
+
+MOST_TOKENS = 768  # with more tokens, PyTorch is faster, because it does not keep whole attention maps
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+VALUES: dict[type, tuple[str, ...]] = {  # what the forward functions of a block read, besides weights and other modules
+    Block: ("norm_first", "reduction"),
+    nn.LayerNorm: ("normalized_shape", "eps"),
+    nn.GELU: ("approximate",),
+    GatedUnit: ("act",),
+    LayerScale: ("factor",),
+}
+
+
+def native_blocks(objective: nn.Module) -> list[tuple[Any, Any]]:
+    """Return a list of pairs: each list of blocks inside a training objective, and what is called in its place. Lists of which
+    the kernel can compute no block are left out, and all lists if the kernel cannot be used on this machine.
+
+    A note on the error stream names the blocks that PyTorch computes, and the reason.
+    """
+    found: list[Any] = [module for module in objective.modules() if isinstance(module, Blocks)]
+    if not found:
+        return []
+    if reason := reason_against():
+        note(f"the native kernel cannot be used: {reason}; PyTorch computes all blocks")
+        return []
+    pairs = []
+    for blocks in found:
+        if type(blocks) is not Blocks:
+            note(f"PyTorch computes {len(blocks)} of {len(blocks)} blocks: {type(blocks).__name__} is another kind of list")
+            continue
+        for reason, count in Counter(filter(None, map(reason_against_block, blocks))).items():
+            note(f"PyTorch computes {count} of {len(blocks)} blocks: {reason}")
+        runs: list[Any] = [(key[0], list(run)) for key, run in groupby(blocks, kind)]
+        if any(first is not None for first, _ in runs):
+            parts = [part for first, run in runs for part in (run if first is None else [NativeBlocks(run)])]
+            pairs.append((blocks, functools.partial(call_parts, parts, blocks, [*blocks])))
+    return pairs
+
+
+def call_parts(parts: Sequence[Any], blocks: Any, members: list[nn.Module], *inputs: Any, **options: Any) -> tuple:
+    """Call the parts of a list of blocks one after another. If the list has other blocks than `members`, or hooks, or a forward
+    function of its own, call the list itself.
+    """
+    if torch.compiler.is_compiling() or not is_as_made(blocks, Blocks) or [*blocks._modules.values()] != members:
+        return blocks._call_impl(*inputs, **options)
+    return one_after_another(parts, *inputs, **options)
+
+
+def is_as_made(module: Any, kind: type) -> bool:
+    """Return whether calling a module computes what its class `kind` says, and nobody else takes part in the call by a hook."""
+    own = vars(module)
+    hooked = torch_modules._has_any_global_hook() or any(own[hooks] for hooks in HOOKS)
+    return type(module) is kind and "forward" not in own and not hooked
+
+
+@functools.cache
+def note(text: str):
+    """Print a note on the error stream, once in a process."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+class NativeBlocks:
+    """Consecutive blocks that the kernel can compute. An object of this class is called like `smallvit.vit.Blocks`.
+
+    `blocks` are blocks for which `reason_against_block` gives None, with the same widths and the same kind of attention.
+
+    One call of the kernel computes all branches up to the attention of the next block that merges tokens, and returns the keys
+    by which they are merged. Another call merges the best pairs; other reductions are called as always. PyTorch
+    computes all of it if a call asks for what the kernel cannot do: see `fallback`. Results agree with those of PyTorch up to
+    rounding, unless rounding decides which of two tokens is more similar to a third one. With stochastic depth, the random
+    numbers are the same ones, and skipped branches take no time.
+    """
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.blocks, self.structure = list(blocks), Structure(blocks)
+        self.dropouts = [module for module in self.structure.modules if isinstance(module, nn.Dropout)]
+        self.attentions = self.structure.attentions
+        self.width = blocks[0].norm1.normalized_shape[0]
+        self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
+        self.biases: dict[int, Tensor] = {}  # by number of tokens
+        self.parts: list[tuple[NativeBranches, Any]] = []  # branches, and the reduction after them
+        found: list[tuple[Block, bool]] = []
+        for block in blocks:
+            found.append((block, True))
+            if block.reduction is not None:
+                self.parts.append((NativeBranches(found), block.reduction))
+                found = []
+            found.append((block, False))
+        self.parts.append((NativeBranches(found), None))
+        kinds = [branch.middle == ATTENTION for branches, _ in self.parts for branch in branches.branches]
+        # biases of linear maps may be missing, and an MLP has no scale of logits
+        self.needed = [need for attends in kinds for need in (True, True, True, False, True, False, attends)]
+        self.shapes = [shape for branches, _ in self.parts for shape in branches.shapes]
+        POOL.most = max(POOL.most, 2 * len(self.parts) + 4)  # each part needs memory of its own size
+
+    def __call__(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None) -> tuple:
+        half, weights = torch.is_autocast_enabled("cpu"), self.weights()
+        if self.fallback(x, size, mask, weights, half):
+            return one_after_another(self.blocks, x, size, mask, places)
+        for branches, reduction in self.parts:
+            own, weights = weights[: len(branches.weights)], weights[len(branches.weights) :]
+            x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduction is not None)
+            if reduction is not None:
+                x, size, places = self.reduce(reduction, x, size, places, keys)
+        return (x, size) if places is None else (x, size, places)
+
+    def weights(self) -> list[Any]:
+        """Return the weights of all branches as they are now, in the order of the enum `Weight` of blocks.cpp."""
+        return [module.get(name, "missing") for branches, _ in self.parts for module, name in branches.weights]
+
+    def reduce(self, reduction: Any, x: Tensor, size: Tensor | None, places: Any, keys: Any) -> tuple:
+        """Return the tokens, their sizes and their places after a reduction by the keys of the attention before it."""
+        compiled = vars(type(reduction)).get("merges_best_pairs") and places is None
+        if not compiled or (size is not None and (size.dtype != torch.float32 or size.requires_grad)):
+            return reduce_tokens(reduction, x, size, places, lambda: keys)
+        if not reduction.count(x.shape[1]):
+            return x, size, None
+        plain = peek_interpreter_stack() is None and not torch.is_grad_enabled()
+        merge: Any = merge_tokens if plain else NativeMerge.apply
+        return *merge(reduction, x, size, keys)[:2], None
+
+    def fallback(
+        self, x: Tensor, size: Tensor | None, mask: Tensor | None, weights: Sequence[Tensor | None], half: bool
+    ) -> str | None:
+        """Return why PyTorch must compute this call, or None if the kernel can.
+
+        The reasons: tokens or weights that are not 32-bit floats on the CPU, shapes that do not fit (PyTorch then raises its
+        own error), more tokens than `MOST_TOKENS`, a missing weight, another number format than bf16 or a processor without it,
+        dropout, hooks, modules that have been exchanged or have their own forward function, sizes that need a gradient, no
+        images at all, merging with a mask or with stochastic depth, transforms of PyTorch other than one `torch.vmap`, and
+        tools of PyTorch that watch each operation or record a graph.
+        """
+        if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None or has_function_mode():
+            return "PyTorch records or watches its operations"
+        if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
+            return "the tokens are not 32-bit floats on the CPU"
+        if x.ndim != 3 or x.shape[2] != self.width or (size is not None and size.shape != x.shape[:2]):
+            return "the tokens or their sizes have another shape than (images, tokens, width) or (images, tokens)"
+        if x.shape[1] > MOST_TOKENS:
+            return "PyTorch is faster for so many tokens"
+        if mask is not None and not self.fits(mask, x):
+            return "the mask has another shape than the attention map"
+        if transform() == "other":
+            return "PyTorch transforms its operations by something else than one torch.vmap"
+        if reason := self.structure.reason_against():
+            return reason
+        if reason := self.reason_against_weights(weights):
+            return reason
+        if half and (torch.get_autocast_dtype("cpu") != torch.bfloat16 or not library().blocks_has_bf16()):
+            return "this processor does not multiply in bf16"
+        if size is not None and size.requires_grad:
+            return "the sizes need a gradient"
+        if any(module.training and module.p for module in self.dropouts):
+            return "there is dropout"
+        if any(attention.training and attention.dropout for attention in self.attentions):
+            return "there is dropout of the attention map"
+        if len(self.parts) > 1 and mask is not None:
+            return "a mask cannot follow merged tokens"
+        if any(each.training and each.rate for branches, _ in self.parts[:-1] for each in branches.drop_path):
+            return "an image that skips the attention has no keys by which tokens could be merged"
+        return None
+
+    def reason_against_weights(self, weights: Sequence[Any]) -> str | None:
+        """Return why the kernel cannot compute with these weights, or None if it can."""
+        if any([weight is None and needed for weight, needed in zip(weights, self.needed)]):
+            return "a weight is missing"
+        given = [weight for weight in weights if weight is not None]
+        if not {*map(type, given)} <= {nn.Parameter, Tensor}:
+            return "a weight is no plain tensor"
+        if not all([w.dtype == torch.float32 and w.is_cpu and w.is_contiguous() and not w.is_neg() for w in given]):
+            return "the weights are not 32-bit floats on the CPU, one after another"
+        if [w.shape for w in given] != [shape for weight, shape in zip(weights, self.shapes) if weight is not None]:
+            return "a weight has another shape than in the blocks at first"
+        return None
+
+    def fits(self, mask: Tensor, x: Tensor) -> bool:
+        """Return whether a mask can be expanded to the attention maps of all blocks for tokens `x`."""
+        b, n, _ = x.shape
+        shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        maps = [(b, attention.heads, n, n) for attention in self.attentions]
+        return all(len(shape) == 4 and all(own in (1, full) for own, full in zip(shape, one)) for one in maps)
+
+    def logit_bias(self, x: Tensor, size: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Return what is added to the attention logits: log(size), and -inf where the mask is False.
+
+        The shape is (b, heads, keys) if it is the same for all queries, or else (b, heads, keys, m), where m is the number of
+        queries rounded up to whole vectors. The first two may be 1.
+        """
+        n = x.shape[1]
+        plain = size is None and mask is None
+        if plain and n in self.biases:
+            return self.biases[n]
+        if self.masks_self:
+            mask = mask_diagonal(n, size, mask, x.device)
+        bias = logit_bias(None if size is None else size.detach(), mask)
+        bias = torch.zeros(n, dtype=torch.float32, device="cpu") if bias is None else bias
+        bias = bias.reshape(*[1] * (4 - bias.ndim), *bias.shape).float()
+        if bias.shape[-1] == 1:
+            bias = bias.expand(*bias.shape[:-1], n)
+        if bias.shape[2] == 1:
+            bias = bias[:, :, 0].contiguous()
+        else:
+            bias = F.pad(bias.transpose(2, 3), (0, -n % library().blocks_lanes())).contiguous()
+        if plain and not bias.is_inference() and not is_functorch_wrapped_tensor(bias):  # those are of no use in a later call
+            self.biases = dict([*self.biases.items()][-MOST_PROBLEMS + 1 :]) | {n: bias}
+        return bias
+
+
+class Structure:
+    """The modules of some blocks, and the values that decide what they compute, apart from weights. It says whether they are
+    still the same: modules may be exchanged at any time.
+    """
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.modules: list[Any] = [module for block in blocks for module in block.modules()]
+        self.attentions: list[Any] = [block.attention for block in blocks]
+        self.attributes = [vars(module) for module in self.modules]
+        self.parts = [module._modules for module in self.modules if module._modules]
+        self.values = [(vars(module), name) for module in self.modules for name in VALUES.get(type(module), ())]
+        self.values += [(vars(each), name) for each in self.attentions for name in vars(each) if is_option(name)]
+        self.hooks = [getattr(module, kind) for module in self.modules for kind in HOOKS]  # PyTorch adds hooks to these dicts
+        self.first = self.now()
+
+    def now(self) -> list[Any]:
+        """Return the classes of all modules, the values that they read, and their parts, in one list."""
+        values = [attributes.get(name, "missing") for attributes, name in self.values]
+        return [*map(type, self.modules), *values, *chain.from_iterable([parts.values() for parts in self.parts])]
+
+    def reason_against(self) -> str | None:
+        """Return why PyTorch must compute these blocks in this call, or None if it need not."""
+        if torch_modules._has_any_global_hook() or any(self.hooks):
+            return "a module has a hook"
+        if any(["forward" in attributes for attributes in self.attributes]):
+            return "a module has a forward function of its own"
+        now = self.now()
+        if len(now) != len(self.first) or not all(map(is_, now, self.first)):
+            return "a part of a block has been exchanged, or one of its options has been changed"
+        return None
+
+
+def is_option(name: str) -> bool:
+    """Return whether an attribute of an attention, by its name, decides what it computes, and is not read in each call."""
+    return not name.startswith("_") and name not in ("training", "dropout", "fused")
+
+
+def has_function_mode() -> bool:
+    """Return whether a tool of PyTorch, a `TorchFunctionMode`, watches each function. A default device is no such tool."""
+    return torch._C._len_torch_function_stack() > 0 and any(type(mode) is not DeviceContext for mode in function_modes())
+
+
+def reason_against_block(block: Any) -> str | None:
+    """Return why the kernel cannot compute a block, as text, or None if it can."""
+    if type(block) is not Block:
+        return f"{type(block).__name__} is another kind of block"
+    attention: Any = block.attention
+    if getattr(attention, "position", None) is not None:
+        return f"its attention has positions ({type(attention.position).__name__})"
+    normalizes = any(type(getattr(attention, name, None)) not in (nn.Identity, type(None)) for name in ("q_norm", "k_norm"))
+    if plain_attention(attention) is None or normalizes:
+        return f"{type(attention).__name__} computes its logits in another way"
+    if kinds_of(block.mlp)[2::2] != [nn.Dropout] or len(block.mlp) != 4:
+        return "its MLP has other parts than a linear map, an activation, dropout and a linear map"
+    norms = [block.norm1, block.norm2]
+    parts = [*norms, getattr(attention, "qkv", None), getattr(attention, "proj", None), *block.mlp[::3]]
+    if [type(part) for part in parts] != [nn.LayerNorm] * 2 + [nn.Linear] * 4:
+        return "a norm or a linear map has been replaced"
+    if any(norm.weight is None or norm.bias is None or len(norm.normalized_shape) != 1 for norm in norms):
+        return "a norm has no weight or no bias, or normalizes more than one axis"
+    if not block.norm_first:
+        return "its norms follow the branches"
+    alone = block.reduction is None or vars(type(block.reduction)).get("needs_keys_alone")
+    if not alone or runs_before_attention(block.reduction):
+        return f"{type(block.reduction).__name__} does not say that the keys of the attention are all that it needs"
+    branches: list[Any] = [block.branch1, block.branch2]
+    if any(kinds_of(branch) != [nn.Dropout, LayerScale, DropPath] for branch in branches):
+        return "a branch has other parts than dropout, LayerScale and stochastic depth"
+    if any(branch[1].factor is not None for branch in branches):
+        return "it has a LayerScale"
+    width: Any = block.norm1.normalized_shape[0]
+    if width % 16 or attention.proj.in_features % (16 * attention.heads):
+        return "the width of the tokens or of a head is not a multiple of 16"
+    if middle_of(block.mlp[1]) is None:
+        return f"{block.mlp[1]} is another activation"
+    return None
+
+
+def kinds_of(sequence: Any) -> list[type]:
+    """Return the classes of the modules that an `nn.Sequential` calls, or an empty list for another module."""
+    return [*map(type, sequence._modules.values())] if type(sequence) is nn.Sequential else []
+
+
+def kind(block: Any) -> tuple:
+    """Return what consecutive blocks must have in common to be computed in one call; None first if they cannot be."""
+    if reason_against_block(block):
+        return (None,)
+    return block.norm1.normalized_shape, plain_attention(block.attention).mask_self  # pyright: ignore

@@ -1,0 +1,139 @@
+"""The compiled kernel: compiling `blocks.cpp` once for each processor, and loading it."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from smallvit.storage import cache_folder, locked, write_atomic, write_text
+
+SOURCE = Path(__file__).with_name("blocks.cpp")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
+FOR_THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
+COMPILE_SECONDS = 300  # how long to wait for another process that compiles the kernel
+
+
+class NotAvailable(RuntimeError):
+    """Error that says why the native kernel cannot be used on this machine."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Return the compiled kernel, as a library of C functions. It is compiled if the cache has none for this source, compiler
+    and processor, which takes some seconds.
+
+    The file lies in `code_folder()`; the environment variable CXX names another compiler.
+
+    Raises NotAvailable if there is no compiler, if compilation fails, or if another process compiles for very long.
+    """
+    folder = code_folder()
+    try:
+        compiler = find_compiler()
+        version = run([*compiler, "--version"])
+        target = run([*compiler, "-march=native", "-E", "-v", "-"], input="")  # what "native" means on this processor
+        key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, *compiler, version, target, processor()]).encode())
+        path = folder / f"blocks-{key.hexdigest()[:20]}.so"
+        with locked(path.with_suffix(".lock"), timeout=COMPILE_SECONDS):
+            if not is_whole(path):
+                compiled = compile_source(compiler)
+                write_atomic(path, lambda new: new.write_bytes(compiled))
+                write_text(path.with_suffix(".size"), str(len(compiled)))
+        found = ctypes.CDLL(str(path))
+    except (OSError, ValueError) as error:
+        raise NotAvailable(f"the kernel could not be compiled or loaded in {folder}: {error}") from error
+    for count in (found.blocks_kept_floats, found.blocks_scratch_floats, found.blocks_merge_floats):
+        count.restype = ctypes.c_long
+    return found
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a compiled library exists and has the size that lies beside it. A library that a full disk or the like has
+    cut off would end the process when it is loaded.
+    """
+    try:
+        return path.stat().st_size == int(path.with_suffix(".size").read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def find_compiler() -> list[str]:
+    """Return the command of the C++ compiler, with its options: that of `$CXX`, or the first one that is found."""
+    if given := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(given[0]) is None:
+            raise NotAvailable(f"CXX is {' '.join(given)!r}, and there is no such program; expected a C++ compiler")
+        return given
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if found is None:
+        raise NotAvailable("no C++ compiler was found; install g++ or clang++, or set CXX")
+    return [found]
+
+
+def run(command: Sequence[str], input: str | None = None) -> str:
+    """Return the output of a command as text, with its messages."""
+    done = subprocess.run(command, input=input, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    return done.stdout
+
+
+def processor() -> str:
+    """Return a text that differs between processors with different instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return f"{platform.system()} {platform.machine()} {platform.processor()}"
+
+
+def code_folder() -> Path:
+    """Return the folder for compiled code. If the user's own cache folder cannot be written, it is a temporary folder, which
+    nobody else can write.
+
+    Raises NotAvailable if another user owns or can write the temporary folder, because its code would be run.
+    """
+    folder = cache_folder()
+    if os.environ.get("SMALLVIT_CACHE"):
+        return folder
+    parents = [parent for parent in (folder, *folder.parents) if parent.exists()]
+    if parents and os.access(parents[0], os.W_OK):
+        return folder
+    user = os.getuid() if hasattr(os, "getuid") else None
+    folder = Path(tempfile.gettempdir()) / f"smallvit-{'cache' if user is None else user}"
+    with suppress(OSError):  # `library` says if it cannot be made
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if user is not None and (folder.lstat().st_uid != user or folder.lstat().st_mode & 0o022):
+            raise NotAvailable(f"others can write the cache folder {folder}; set SMALLVIT_CACHE to a folder of your own")
+    return folder
+
+
+def compile_source(compiler: Sequence[str]) -> bytes:
+    """Compile the kernel, and return the content of the library. Raise NotAvailable with the compiler's message."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "blocks.so"
+        for flags in FOR_THIS_PROCESSOR:
+            message = run([*compiler, *FLAGS, *flags, str(SOURCE), "-o", str(path)])
+            if path.exists():
+                return path.read_bytes()
+    raise NotAvailable(f"{' '.join(compiler)} could not compile {SOURCE.name}: {message.strip()[:500]}")
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Return whether this processor has tile registers for products of bf16 (AMX), and this process may use them."""
+    return bool(library().blocks_has_tiles())
+
+
+@functools.cache
+def reason_against() -> str | None:
+    """Return why the kernel cannot be used on this machine, or None if it can."""
+    try:
+        library()
+    except NotAvailable as error:
+        return str(error)
+    return None
