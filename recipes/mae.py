@@ -14,22 +14,22 @@ Expected  On all digits half a point to one point at 1,000 labels, more at 100, 
           the runs, after other runs of 1,000 steps on deformed digits with normalized patches; these reached 78% with frozen
           features, and 75% without pretraining.
 
-Found     Pretraining on all digits is better than scratch only at 1,000 labels, by 1.14 points [0.58, 1.69] (97.63%). More
-          was expected at 100 labels (95.22%), but there its 1.08 points [0.29, 1.88] are inconclusive after the correction
-          for 12 comparisons, and at 10 labels 1.26 points [-4.48, 6.99] are inconclusive without it. As many steps of
-          supervised training were expected to come close; they are better than scratch everywhere, by 3.89, 1.72 and 1.68
-          points at 10, 100 and 1,000 labels, and their means are above those of pretraining (no test was made of this
-          difference). Pretraining on the same digits shows no effect, as expected. The frozen features reach 91.12% with
-          1,000 labels, where random weights reach 74.93% and the nearest neighbor in pixels 90.21%; they are worse than
-          scratch there and at 100 labels, and 56.79% with 10 labels is inconclusive (scratch 67.99%). In the recipe `dino`
-          the mean gain of DINO is larger at 10 and 100 labels, as expected, but smaller at 1,000.
+Found     Pretraining on all digits is better than scratch only at 1,000 labels, by 1.14 points [0.58, 1.69] (97.63%). More was
+          expected at 100 labels (95.22%), but there its 1.08 points [0.29, 1.88] are inconclusive after the correction for 12
+          comparisons, and at 10 labels 1.26 points [-4.48, 6.99] are inconclusive without it. As many steps of supervised
+          training were expected to come close; they are better than scratch everywhere, by 3.89, 1.72 and 1.68 points at 10,
+          100 and 1,000 labels, and their means are above those of pretraining (no test was made of this difference).
+          Pretraining on the same digits shows no effect, as expected. The frozen features reach 91.12% with 1,000 labels, where
+          random weights reach 74.93% and the nearest neighbor in pixels 90.21%; they are worse than scratch there and at 100
+          labels, and 56.79% with 10 labels is inconclusive (scratch 67.99%). In the recipe `dino` the baseline is trained for
+          longer now, so its gains cannot be compared with these.
 
 Limits    Chosen on validation images, by a probe of the frozen features with 1,000 labels: digits without deformations (91%;
           deformed 78% to 81%), pixels without normalization (normalized patches 88%), half of the patches hidden (three
           quarters 89%), 4,000 steps. All arms have one learning rate, and 1,000 steps after the pretraining are few: 5,000
           steps from scratch are better than 1,000. So the verdicts are about this setting and not about MAE in general. There
-          are 6 seeds. Verdicts are about new seeds and new test images. The records do not say which images each run got
-          right, so the intervals use an upper bound and may be too wide.
+          are 6 seeds. Verdicts are about new seeds and new test images. The records do not say which images each run got right,
+          so the intervals use an upper bound and may be too wide.
 """
 
 from functools import partial

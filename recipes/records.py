@@ -8,15 +8,16 @@ Setup     Data: MNIST with 100 to 10,000 labelled digits and with all 59,000 tha
           the same at every number of labels. They were chosen on 5,000 validation images with other seeds, in four recorded
           trials at 1,000 labels and two at 100 (`records.trials.jsonl`), and one at 1,000 whose record was lost.
           `augmented_accuracy` classifies each test image together with 16 deformed copies of it. The runs with 160, 5,000 and
-          all labels are in bf16, the others in fp32. Cost: 56 runs, two hours on two CPU cores.
+          all labels are in bf16, the others in fp32. "Small ViT (longer)" is trained for 19,200 steps of 64 digits, in fp32.
+          Cost: 56 runs, two hours on two CPU cores, and 8 longer runs, 83 minutes on two other cores.
 
 Expected  The accuracy is 96.0% at 100 labels, 98.0% at 500, 98.5% at 1,000, 99.2% at 5,000 and 99.3% at 10,000. The goals,
           which are above the best results that we know from any method, were 96.8, 98.3, 98.7, 99.3 and 99.45%; none of them is
           reached. The deformed copies bring 0.1 to 0.2 points. Written before the runs. Three numbers of labels were added
           later, with these expectations before their runs: 97.0% at 160 labels and 99.2% at 5,000, as the results beside them
           suggest, and 99.5% with all labels, because 9,600 steps show each digit only five times. The goals were 97.2, 99.3 and
-          99.70%. A run with all labels that is four times as long was added after these: 19,200 steps of 64 digits, which show
-          each digit 20 times. It was chosen without trials. Expected before its runs: 99.50%, below the goal.
+          99.70%. Training with all labels on four times as many images was added after these: each digit is shown 21 times. It
+          was chosen without trials. Expected before its runs: 99.50%, below the goal.
 
 Found     The accuracy is 96.14% [95.06, 97.23] at 100 labels, 98.37% [98.18, 98.55] at 500 and 98.70% [98.49, 98.92] at 1,000,
           where the interval is for new seeds and new test images. At 10,000 labels it is 99.32% [99.17, 99.47]. Of the numbers
@@ -25,13 +26,15 @@ Found     The accuracy is 96.14% [95.06, 97.23] at 100 labels, 98.37% [98.18, 98
           labels are reached, the second one exactly; whether they are exceeded cannot be said, because both lie inside the
           intervals. No other goal is reached; only the one with all labels lies outside the interval. At 100 labels the seeds,
           which also draw the labelled digits, range from 93.34% to 97.35% (SD 1.26). The deformed copies raise the mean to
-          96.39% at 100 labels, 98.96% at 1,000 and 99.52% with all, as expected or more.
+          96.39% at 100 labels, 98.96% at 1,000 and 99.52% with all, as expected or more. Four times as many images with all
+          labels bring 99.47% [99.35, 99.60], as expected, and 99.61% with the deformed copies. That goal lies outside the
+          interval, too.
 
-Limits    One model and one length of training, chosen at 1,000 labels: with all labels each digit is seen only five times, and
-          longer training was not tried; at 100 labels only a model with another tokenizer was tried. Nothing is compared, so
-          there is no verdict, and nothing says which part of the settings is needed. No ensemble was trained. The goals come
-          from results of other methods, with other draws of labelled digits. The learning rate is that of an earlier recipe and
-          was not tuned for this model.
+Limits    One model, and one length of training, chosen at 1,000 labels: with all labels each digit is seen only five times, or
+          21 times in the longer runs; still longer training and larger models were not tried there. At 100 labels only a model
+          with another tokenizer was tried. Nothing is compared, so there is no verdict, and nothing says which part of the
+          settings is needed. No ensemble was trained. The goals come from results of other methods, with other draws of
+          labelled digits. The learning rate is that of an earlier recipe and was not tuned for this model.
 """
 
 from functools import partial
