@@ -21,7 +21,7 @@ from toys import TINY_VIT, slow_after, slow_but
 
 from smallvit import ArmRun, Run, ablate, augment, fit, load, storage
 from smallvit import record as records
-from smallvit.launch import launch
+from smallvit.launch import autotune, launch
 from smallvit.launch.results import (
     Damaged,
     Interrupted,
@@ -34,6 +34,8 @@ from smallvit.launch.results import (
     tags,
 )
 from smallvit.launch.scheduler import Scheduler
+from smallvit.launch.status import write_progress
+from smallvit.numerics import Numerics
 from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, Record, checksum, parse, read_record, to_json, write_record
 from smallvit.shapes import printable
 from smallvit.storage import NotWritten, file_sha256, write_atomic, write_text
@@ -248,6 +250,22 @@ def test_second_process_at_a_run_returns_the_record_of_the_first(tmp_path, no_lo
     assert winner == second
     assert names_in(tmp_path) == [CURVE, WEIGHTS, RECORD] and (tmp_path / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
     assert capsys.readouterr().err.count("cannot be locked") == 1
+
+
+def test_settings_can_be_measured_where_files_cannot_be_locked(tmp_path, no_locks, monkeypatch):
+    monkeypatch.setattr(autotune, "measure", lambda *_: (Numerics(), 1, "measured"))
+    numerics, stack, _ = autotune.autotune([ArmRun(run=SHORT, arm="scratch")], tmp_path, None, "cpu")
+    assert (numerics, stack) == (Numerics(), 1)
+
+
+def test_progress_on_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
+    def full(self, *_, **__):
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    write_progress(tmp_path, step=1, steps=2, runs=1, seconds=1.0, left=None)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_lock_that_another_process_holds_is_still_respected(tmp_path):

@@ -210,8 +210,9 @@ def test_run_with_other_results_in_parts_is_refused_before_it_begins(run, reason
 
 def test_device_that_several_processes_cannot_use_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="'mps'; expected 'cpu', 'cuda' or 'auto'"):
-        parallel.fit_parallel(SHORT, tmp_path, device="mps")
+    for device in ("mps", "gpu", "cuda:0"):
+        with pytest.raises(ValueError, match=f"'{device}'; expected 'cpu', 'cuda' or 'auto'"):
+            parallel.fit_parallel(SHORT, tmp_path, device=device)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="process 2 on this machine needs a GPU of its own; found 1"):

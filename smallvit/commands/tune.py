@@ -16,6 +16,7 @@ from smallvit.record import format_labels
 from smallvit.report.format import join_names
 from smallvit.report.page import command_text
 from smallvit.run import fingerprint
+from smallvit.storage import locked
 from smallvit.tuning import (
     Tune,
     TunedArm,
@@ -44,8 +45,6 @@ def main(options: argparse.Namespace) -> int:
     Arms that this file already contains with unchanged settings are not tuned again. Those that another process writes to it
     in the meantime stay in it.
     """
-    from filelock import FileLock
-
     device = cuda_for_auto(options.device)
     check_device(device)
     check_out(Path(options.out))
@@ -77,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
         device=device,
         numerics=Numerics(**parse_numerics(options.numerics)),
     )
-    with FileLock(file.with_name(f".{file.stem}.lock")):
+    with locked(file.with_name(f".{file.stem}.lock"), timeout=-1):
         untuned, tuned = ({(arm.arm, arm.labels): arm for arm in arms} for arms in (left_out, tuned))
         found = untuned | known | still_valid(file, common, tune, suggested) | tuned
         in_order = [found[cell] for cell in one_per_cell(common) if cell in found]

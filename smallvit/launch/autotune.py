@@ -19,7 +19,7 @@ from smallvit.components import function
 from smallvit.numerics import CHOICES, DEFAULT, Numerics, check_numerics
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
-from smallvit.storage import write_text
+from smallvit.storage import locked, write_text
 
 from .launcher import check_device
 from .local import cores
@@ -58,15 +58,12 @@ def autotune(
 
     Raises   ValueError for a device that is not there, and for invalid values in `given`.
     """
-    from filelock import FileLock
-
     check_device(device)
     given = given or {}
     check_numerics(fixed_numerics(given), given.get("stack", 1))
     path, stored = Path(folder) / STORED, {}
     key = json.dumps([machine(device), sorted(given.items())])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # two measurements at once would disturb each other
+    with locked(path.with_suffix(".lock"), timeout=-1):  # two measurements at once would disturb each other
         with suppress(OSError, ValueError):  # no file yet, or a damaged one
             stored = json.loads(path.read_text(encoding="utf-8"))
         stored = stored if isinstance(stored, dict) else {}

@@ -143,8 +143,11 @@ def write_progress(place: Path, *, step: int, steps: int, runs: int, seconds: fl
     plain |= {"seconds": round(seconds, 1), "left": None if left is None else round(left, 1)}
     new = temporary(place / FILE)
     with suppress(OSError):
-        new.write_text(json.dumps(plain), encoding="utf-8")
-        os.replace(new, place / FILE)
+        try:
+            new.write_text(json.dumps(plain), encoding="utf-8")
+            os.replace(new, place / FILE)
+        except OSError:  # a full disk: do not leave an empty file every few seconds
+            new.unlink(missing_ok=True)
 
 
 def remove_progress(place: Path):

@@ -116,12 +116,12 @@ def joined(device: str) -> Iterator[str]:
 
     Raises ValueError for an unknown device, or if there are more processes than GPUs.
     """
+    if device not in ("cpu", "cuda", "auto"):
+        raise ValueError(f"device is {device!r}; expected 'cpu', 'cuda' or 'auto' for several processes")
     own, number = device, int(os.environ.get("LOCAL_RANK", 0))
     if device == "auto":
         own = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = torch.device(own).type
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device!r}; expected 'cpu', 'cuda' or 'auto' for several processes")
+    kind = own
     if own == "cuda":
         if number >= torch.cuda.device_count():
             raise ValueError(f"process {number + 1} on this machine needs a GPU of its own; found {torch.cuda.device_count()}")

@@ -133,7 +133,7 @@ class Stack:
         except RuntimeError as error:  # from vmap: random numbers, or a shape that depends on values
             if is_out_of_memory(error) or is_gpu_lost(error):
                 raise
-            reason = str(error).strip().splitlines()[0]
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             if "random" in reason:
                 reason = "the model draws random numbers inside a step, as dropout does"
             raise NotStackable(reason) from error
