@@ -123,6 +123,10 @@ class SAM(Optimizer):
         """Raise ValueError for settings of a run that cannot be combined with the base optimizer."""
         self.base.check_run(run)
 
+    def check_objective(self, objective: Any):
+        """Raise ValueError for an objective or a model that the base optimizer cannot train."""
+        self.base.check_objective(objective)
+
 
 @torch.no_grad()
 def copy_all(tensors: Sequence[Tensor], values: Sequence[Tensor]):
