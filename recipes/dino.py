@@ -18,11 +18,11 @@ Setup     Data: MNIST with 10, 100 and 1,000 labelled digits, 10,000 test images
 Expected  On all digits a large gain at 10 and 100 labels and a small one at 1,000. On the same digits little at 10 and 100,
           because only the deformations can teach something new, and supervised training sees them too. Written before the runs
           of the first version, after trials of the pretraining. With a tuned learning rate for each arm, 2,400 steps instead of
-          1,000, and all of these steps after pretraining on the same digits: at 10 and 100 labels three arms were known from
-          the recipe `pseudo_labels`. At 1,000 labels six times the steps gain half a point, DINO on all digits is inconclusive
-          against them, and so are its frozen features. At 10 labels the frozen features are worse than fine-tuning but better
-          than six times the steps by ten points, and at 100 labels they are inconclusive. Pretraining on the same digits is
-          inconclusive at 10 and 100 labels and gains 0.3 points at 1,000. Written before those runs.
+          1,000, and all of these steps after pretraining on the same digits: at 10 and 100 labels as in the recipe
+          `pseudo_labels`, whose runs these arms repeat. At 1,000 labels six times the steps gain half a point, DINO on all
+          digits is inconclusive against them, and so are its frozen features. At 10 labels the frozen features are worse than
+          fine-tuning but better than six times the steps by ten points, and at 100 labels they are inconclusive. Pretraining on
+          the same digits is inconclusive at 10 and 100 labels and gains 0.3 points at 1,000. Written before those runs.
 
 Found     Without additional images DINO shows no gain: pretraining on the same digits is inconclusive at 10 labels (-0.31
           points [-2.03, 1.42]) and at 100 (-0.01 [-0.33, 0.30]), as expected, and also at 1,000, where a gain was expected and

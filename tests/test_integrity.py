@@ -35,6 +35,7 @@ from smallvit.launch.results import (
 )
 from smallvit.launch.scheduler import Scheduler
 from smallvit.launch.status import write_progress
+from smallvit.launch.tune import open_journal
 from smallvit.numerics import Numerics
 from smallvit.record import CHECKPOINT, CURVE, RECORD, WEIGHTS, Record, checksum, parse, read_record, to_json, write_record
 from smallvit.shapes import printable
@@ -256,6 +257,8 @@ def test_settings_can_be_measured_where_files_cannot_be_locked(tmp_path, no_lock
     monkeypatch.setattr(autotune, "measure", lambda *_: (Numerics(), 1, "measured"))
     numerics, stack, _ = autotune.autotune([ArmRun(run=SHORT, arm="scratch")], tmp_path, None, "cpu")
     assert (numerics, stack) == (Numerics(), 1)
+    with open_journal(tmp_path / "journal"):  # of `smallvit tune`
+        assert (tmp_path / "journal").is_dir()
 
 
 def test_progress_on_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
@@ -263,7 +266,7 @@ def test_progress_on_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
         self.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     write_progress(tmp_path, step=1, steps=2, runs=1, seconds=1.0, left=None)
     assert not [*tmp_path.iterdir()]
 

@@ -698,6 +698,7 @@ REFUSED = [
     (lambda: FREE.vary(optimizer=partial(ScheduleFree, eps=0.0)), "beta2 and eps of ScheduleFree"),
     (lambda: SHORT.vary(optimizer=Supervised), "optimizer is Supervised; expected AdamW, Muon, SAM, ScheduleFree"),
     (lambda: training_of(SHORT.vary(optimizer=Muon, model=SmallCNN)), "Muon is for linear layers inside blocks and SmallCNN has none"),
+    (lambda: training_of(FREE.vary(optimizer=partial(SAM, base=ScheduleFree), pool=Projected)), "batch normalization, .* of ScheduleFree"),
     (lambda: training_of(FREE.vary(pool=Projected)), "has batch normalization, .* use AdamW, or a model without it"),
     (lambda: training_of(FREE.vary(objective=DINO, unlabelled=True, augment=augment.digit_crops())), "DINO evaluates another model"),
     (

@@ -104,11 +104,12 @@ def test_committed_records_are_those_of_the_recipe_and_finished(path):
     assert all(0 <= r.result <= 1 for r in trained)
     assert len(trained) > len(records) / 2
     # what is compared was trained by one code; a recipe may be published in parts, one number of labels after another
-    taken = {r.weights_sha256 for r in records_of(path.with_name(SHARED[path.stem]))} if path.stem in SHARED else set()
-    own = [r for r in trained if r.weights_sha256 is None or r.weights_sha256 not in taken]
+    taken = {r.weights_sha256 for r in records_of(path.with_name(SHARED[path.stem]))} - {None} if path.stem in SHARED else set()
+    own, shared = ([r for r in trained if (r.weights_sha256 in taken) == found] for found in (False, True))
     compared = {(r.labels, r.baseline) for r in own}
     assert len({(r.labels, r.baseline, r.code["sha256"]) for r in own}) == len(compared)
     assert len({r.code["sha256"] for r in own}) == 1 or path.stem == "records"
+    assert len({r.code["sha256"] for r in shared}) <= 1
 
 
 @each(COMMITTED, quick=QUICK)

@@ -4,9 +4,7 @@ All files of a run, such as its record (saved results), weights and checkpoint, 
 which `launch` runs). Workers (processes that train runs) on other machines read and write them through the `FolderServer`.
 """
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from smallvit.train.read_log import log_test_read
 
 from .engine import Settings
 from .scheduler import Task
-from .status import FILE
+from .status import FILE, put_progress
 
 LOCK_SECONDS = 60.0  # in which a lost worker on another machine lets go of the folder of a run
 
@@ -54,10 +52,7 @@ class FolderServer:
         """
         self.steps[number] = steps
         for folder, content in progress:
-            new = temporary(folder / FILE)
-            with suppress(OSError):
-                new.write_bytes(content)
-                os.replace(new, folder / FILE)
+            put_progress(folder, content)
 
     def steps_taken(self) -> dict[int, float]:
         """Return how many training steps the runs of each task have taken together, as a dict from the number of the task."""

@@ -141,10 +141,15 @@ def write_progress(place: Path, *, step: int, steps: int, runs: int, seconds: fl
     """
     plain = {"host": socket.gethostname(), "pid": os.getpid(), "step": step, "steps": steps, "runs": runs}
     plain |= {"seconds": round(seconds, 1), "left": None if left is None else round(left, 1)}
+    put_progress(place, json.dumps(plain).encode())
+
+
+def put_progress(place: Path, content: bytes):
+    """Replace the file `progress.json` in the folder `place` of a run, if that is possible."""
     new = temporary(place / FILE)
     with suppress(OSError):
         try:
-            new.write_text(json.dumps(plain), encoding="utf-8")
+            new.write_bytes(content)
             os.replace(new, place / FILE)
         except OSError:  # a full disk: do not leave an empty file every few seconds
             new.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ it, so its choice would depend on the order in which runs end; therefore only th
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from smallvit.ablation import ArmRun
 from smallvit.data import Dataset
 from smallvit.record import Record, format_labels
 from smallvit.run import Run, describe, fingerprint
+from smallvit.storage import locked
 from smallvit.tuning import (
     FIRST_SEED,
     Range,
@@ -368,15 +369,15 @@ def open_journal(folder: Path) -> Iterator[Any]:
 
     Raises ValueError if another process has locked the folder.
     """
-    from filelock import FileLock, Timeout
+    from filelock import Timeout
 
-    folder.mkdir(parents=True, exist_ok=True)
-    path, lock = folder / "journal.log", FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ValueError(f"another process is tuning in {folder}; wait until it has ended, or choose another --out") from None
-    try:
+    path = folder / "journal.log"
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(folder / ".lock"))
+        except Timeout:
+            reason = f"another process is tuning in {folder}; wait until it has ended, or choose another --out"
+            raise ValueError(reason) from None
         if find_spec("optuna") is None:
             yield None
             return
@@ -387,8 +388,6 @@ def open_journal(folder: Path) -> Iterator[Any]:
             path.write_bytes(content[: content.rfind(b"\n") + 1])
         Path(f"{path}.lock").unlink(missing_ok=True)  # left by a kill
         yield JournalStorage(JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path))))
-    finally:
-        lock.release()
 
 
 def new_study(storage: Any, arm: Candidates) -> list[Any]:

@@ -121,7 +121,6 @@ def joined(device: str) -> Iterator[str]:
     own, number = device, int(os.environ.get("LOCAL_RANK", 0))
     if device == "auto":
         own = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = own
     if own == "cuda":
         if number >= torch.cuda.device_count():
             raise ValueError(f"process {number + 1} on this machine needs a GPU of its own; found {torch.cuda.device_count()}")
@@ -134,7 +133,7 @@ def joined(device: str) -> Iterator[str]:
         from torch.distributed.nn import functional  # noqa: F401
 
         store, rank, processes = next(rendezvous("env://", timeout=PATIENCE))
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if own != "cpu" else "gloo"
         own_store = store_of_this_start(store, rank, processes)
         dist.init_process_group(backend, store=own_store, rank=rank, world_size=processes, timeout=PATIENCE)
     yield own
