@@ -89,6 +89,8 @@ class Projected(nn.Module):
              fine-tuning and probing. Self-supervision then ends in a shallower head, `DINO(layers=1)`: together they compute
              what a head of three layers computes, and its hidden layers are not thrown away with it.
     Off      `layers=0` equals the pool.
+    Departs  GELU, as in the heads of DINO; the paper has ReLU. All layers of the MLP stay in the model; the paper fine-tunes
+             from the first layer of its head.
 
     Raises   ValueError for a training batch of one image, of which BatchNorm cannot compute a variance.
     """

@@ -6,7 +6,7 @@ from functools import partial
 
 from smallvit.augment import MultiCrop
 from smallvit.components import function
-from smallvit.evaluate import METRICS, accuracy, augmented_accuracy, declaration, knn, linear_probe, probe_metric
+from smallvit.evaluate import accuracy, declaration, knn, linear_probe, probe_metric
 from smallvit.objectives import Supervised
 from smallvit.optimizers import AdamW
 from smallvit.pretrained import VIT_S, Weights, enlarged, like
@@ -62,7 +62,7 @@ def evaluators_of_model(judge: Callable) -> tuple[Callable, ...]:
     """Return the evaluators of a trained reference model, so that it has the score of the baseline. `judge` is the evaluator by
     which the baseline is judged. If only a probe has this score, the reference model is judged by its accuracy.
     """
-    return (judge, accuracy) if function(judge) in (*METRICS, augmented_accuracy) else (accuracy,)
+    return tuple(dict.fromkeys([judge, accuracy])) if declaration(judge).head else (accuracy,)
 
 
 def with_metric_of(judge: Callable, probe: Callable) -> Callable:

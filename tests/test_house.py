@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "verdicts": {"packing", "record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
     "pretrained": {"attention", "attention_positions", "flops", "pooling", "positions", "shapes", "storage", "tokenizers", "vit"},
-    "objectives": {"attention", "augment", "evaluate", "flops", "optim", "pooling", "positions", "reduction", "vit"},
+    "objectives": {"attention", "augment", "components", "evaluate", "flops", "optim", "pooling", "positions", "reduction", "vit"},
     "pseudo_labels": {"data", "evaluate"},
     "evaluate": {"augment", "data", "flops", "pooling", "rng", "vit"},
     "flops": {"reduction", "vit"},

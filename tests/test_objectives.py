@@ -17,9 +17,10 @@ from toys import tiny_vit
 
 from smallvit import augment, objectives
 from smallvit.augment import Batch
-from smallvit.evaluate import accuracy, knn
+from smallvit.components import function
+from smallvit.evaluate import METRICS, accuracy, augmented_accuracy, calibration, knn
 from smallvit.flops import closed_form, seen_tokens, unreduced
-from smallvit.objectives import DINO, MAE, Distill, LearnThresholds, LearnToPrune, Objective, Supervised
+from smallvit.objectives import DINO, MAE, SSAT, Distill, LearnThresholds, LearnToPrune, Objective, Supervised
 from smallvit.optim import decay_groups
 from smallvit.pooling import MeanTokens
 from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
@@ -102,6 +103,13 @@ RUN = SimpleNamespace(
     dependencies={}, init=None, teacher=None, unlabelled=False, pseudo_labels=None, augment=(), evaluators=(knn,), reads_labels=True, steps=9
 )  # fmt: skip
 UNTRAINED = SimpleNamespace(reads_labels=True, steps=0, init=None)
+NEIGHBOURS, TWO_HEADS, ONE_OF_TWO = partial(DINO, neighbours=2), partial(Distill, token=True), partial(Distill, token=True, weight=1)
+CROPS = augment.digit_crops()
+
+
+def run_with(objective, settings):
+    """Check the settings of a run with this objective."""
+    function(objective).check_run(SimpleNamespace(**vars(RUN) | {"objective": objective} | settings))
 
 
 @pytest.mark.parametrize(
@@ -118,11 +126,21 @@ UNTRAINED = SimpleNamespace(reads_labels=True, steps=0, init=None)
         (MAE, {"augment": augment.digit_crops()}, "augment makes views and MAE reads none; .* or use DINO or LeJEPA"),
         (DINO, {"evaluators": (knn, accuracy)}, "accuracy needs a trained head and DINO trains none"),
         (MAE, {"evaluators": (accuracy,)}, "accuracy needs a trained head and MAE trains none"),
+        *[
+            (DINO, {"evaluators": (knn, metric)}, f"{function(metric).__name__} needs a trained head and DINO trains none")
+            for metric in (*METRICS, partial(calibration, bins=5), partial(augmented_accuracy, augment=()))
+        ],
+        (NEIGHBOURS, {"augment": (augment.Flip(), *CROPS)}, "the same pixels .* augment has Flip.* outside of MultiCrop"),
+        (NEIGHBOURS, {"augment": (*CROPS, augment.Warp(rotate=9))}, "the same pixels .* augment has Warp.* outside of MultiCrop"),
+        (TWO_HEADS, {"teacher": RUN, "unlabelled": True}, "one of the two heads .*, and unlabelled=True gives it none"),
+        (ONE_OF_TWO, {"teacher": RUN}, "one of the two heads .*, and weight=1 gives it none"),
+        (MAE, {"augment": (augment.RandomErasing(),)}, "MAE predicts the pixels .* black rectangles of RandomErasing"),
+        (SSAT, {"augment": (augment.RandomErasing(),)}, "SSAT predicts the pixels .* black rectangles of RandomErasing"),
     ],
 )
 def test_settings_of_a_run_that_do_not_fit_are_refused(objective, setting, message):
     with pytest.raises(ValueError, match=message):
-        objective.check_run(SimpleNamespace(**vars(RUN) | setting))
+        run_with(objective, setting)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +153,16 @@ def test_settings_of_a_run_that_do_not_fit_are_refused(objective, setting, messa
         (Distill, {"teacher": SimpleNamespace(reads_labels=True, steps=0, init=RUN)}),
         (DINO, {"augment": augment.digit_crops(), "unlabelled": True}),
         (MAE, {"unlabelled": True}),
+        (MAE, {"augment": (augment.RandomErasing(probability=0),)}),
+        (DINO, {"augment": (augment.Flip(), *CROPS)}),
+        (NEIGHBOURS, {"augment": (augment.Flip(probability=0), *CROPS)}),
+        (TWO_HEADS, {"teacher": RUN}),
+        (TWO_HEADS, {"teacher": RUN, "unlabelled": True, "pseudo_labels": print}),
+        (partial(Distill, weight=1), {"teacher": RUN, "unlabelled": True}),
     ],
 )
 def test_settings_of_a_run_that_fit_are_accepted(objective, setting):
-    objective.check_run(SimpleNamespace(**vars(RUN) | setting))
+    run_with(objective, setting)
 
 
 def test_layer_decay_needs_blocks():

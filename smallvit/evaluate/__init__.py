@@ -35,9 +35,9 @@ Contract of `evaluator(model, splits, **options)`:
   module: `with frozen(model) as reference` ensures the modes. An evaluator that changes a model must copy it first, since
   features and probes are cached for all evaluators of a run.
 - It declares by the decorator `evaluator(...)` what differs from the defaults of `Declaration`: `probe` (trains a classifier
-  on frozen features), `judges`, `chooses` (what is chosen on validation images; the report then counts these labels too),
-  `needs` (checks the splits before training), `pixel_options` and `lower_is_better`. A function without the decorator has
-  the defaults.
+  on frozen features), `head` (reads the logits of the model), `judges`, `chooses` (what is chosen on validation images; the
+  report then counts these labels too), `needs` (checks the splits before training), `pixel_options` and `lower_is_better`. A
+  function without the decorator has the defaults.
 """
 
 from typing import TYPE_CHECKING, Any

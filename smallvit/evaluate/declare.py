@@ -13,6 +13,7 @@ class Declaration(NamedTuple):
     """
 
     probe: bool = False
+    head: bool = False
     judges: bool = True
     chooses: str | Callable[..., str] | None = None
     needs: Callable[..., Any] | None = None
@@ -23,6 +24,7 @@ class Declaration(NamedTuple):
 def evaluator(
     *,
     probe: bool = False,
+    head: bool = False,
     judges: bool = True,
     chooses: str | Callable[..., str] | None = None,
     needs: Callable[..., Any] | None = None,
@@ -35,6 +37,7 @@ def evaluator(
 
     probe            True: it trains a classifier on frozen features. A comparison that is judged by a probe also evaluates an
                      untrained model.
+    head             True: it reads the logits of the model, so it needs an objective that trains the head.
     judges           True: its first number can judge an arm (variant in a comparison). It is an accuracy or another share from
                      0 to 1, or, with `lower_is_better`, any number from 0 on.
     chooses          what it chooses on the validation images, in a few words for the report, or a function `chooses(**options)`
@@ -49,7 +52,7 @@ def evaluator(
         """Store the properties that were given to the decorator `evaluator` in `function`, as its attribute `declaration`.
         Return the function. It is an evaluator: it scores a trained model.
         """
-        vars(function)["declaration"] = Declaration(probe, judges, chooses, needs, tuple(pixel_options), lower_is_better)
+        vars(function)["declaration"] = Declaration(probe, head, judges, chooses, needs, tuple(pixel_options), lower_is_better)
         return function
 
     return declare

@@ -51,7 +51,7 @@ def require_every_class(splits: Splits, **options):
         )
 
 
-@evaluator(needs=require_every_class)
+@evaluator(head=True, needs=require_every_class)
 def balanced_accuracy(model: nn.Module, splits: Splits) -> NamedScores:
     """Evaluator (a function that scores a model): yield the balanced accuracy of the model on the test images: the accuracy of
     each class, averaged over the classes. Each class counts the same, however many images it has. `splits` holds the images.
@@ -76,7 +76,7 @@ def balanced_accuracy_of(found: "np.ndarray", labels: "np.ndarray") -> PerImage:
     return PerImage(values, float(balanced_accuracy_score(labels, predicted)))
 
 
-@evaluator(needs=require_every_class)
+@evaluator(head=True, needs=require_every_class)
 def macro_f1(model: nn.Module, splits: Splits) -> NamedScores:
     """Evaluator (a function that scores a model): yield the macro F1 score of the model on the test images: the F1 score of
     each class (harmonic mean of precision and recall), averaged over the classes. `splits` holds the images.
@@ -100,7 +100,7 @@ def macro_f1_of(found: "np.ndarray", labels: "np.ndarray") -> PerImage:
     return PerImage(jackknife(float(score), macro_f1_without(labels, predicted, k)), float(score))
 
 
-@evaluator(needs=require_every_class)
+@evaluator(head=True, needs=require_every_class)
 def auc(model: nn.Module, splits: Splits) -> NamedScores:
     """Evaluator (a function that scores a model): yield the area under the ROC curve of the model on the test images. For two
     classes, it is the probability that an image of the second class gets a higher probability of this class than an image of
@@ -126,7 +126,7 @@ def auc_of(found: "np.ndarray", labels: "np.ndarray") -> PerImage:
     return PerImage(jackknife(float(score), auc_without(labels, found)), float(score))
 
 
-@evaluator(lower_is_better=True)
+@evaluator(head=True, lower_is_better=True)
 def log_loss(model: nn.Module, splits: Splits) -> NamedScores:
     """Evaluator (a function that scores a model): yield the mean of -log(probability of the true class) over the test images,
     in nats. A smaller number is better. It is 0 for a model that is certain and right, and log(k) for one that gives each of k
@@ -150,7 +150,7 @@ def require_bins(splits: Splits, *, bins: int = BINS):
         raise ValueError(f"bins is {bins!r}; expected a whole number of at least 1")
 
 
-@evaluator(lower_is_better=True, needs=require_bins)
+@evaluator(head=True, lower_is_better=True, needs=require_bins)
 def calibration(model: nn.Module, splits: Splits, *, bins: int = BINS) -> NamedScores:
     """Evaluator (a function that scores a model): yield the expected calibration error (ECE) of the model on the test images.
     The images are sorted into `bins` bins of equal width by confidence, the probability of the predicted class. The ECE is the

@@ -70,6 +70,7 @@ def predictions(model: nn.Module, images: Images) -> Tensor:
     return logits(model, images).double().softmax(-1)
 
 
+@evaluator(head=True)
 def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
     """Evaluator (a function that scores a model): classify the test images with the model itself. Yield the accuracy and the
     mean negative log-likelihood of the labels. `splits` holds the training, validation and test images.
@@ -98,7 +99,7 @@ def require_copies(splits: Splits, *, augment: Sequence[Augmentation], copies: i
     apply(augment, Batch(images.pixels(two, "cpu"), images.targets(two, "cpu")), Generator().manual_seed(0))
 
 
-@evaluator(needs=require_copies)
+@evaluator(head=True, needs=require_copies)
 def augmented_accuracy(
     model: nn.Module, splits: Splits, *, augment: Sequence[Augmentation], copies: int = 8
 ) -> NamedScores:

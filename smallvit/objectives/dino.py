@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from smallvit.augment import Batch
+from smallvit.augment import Batch, MultiCrop
+from smallvit.components import options
 from smallvit.flops import reduces
 from smallvit.pooling import Projected
 from smallvit.vit import ViT, check_integers
@@ -49,18 +50,20 @@ class DINO(TeacherObjective):
              `neighbours=k` adds targets of similar images after the fraction `settle` of the run. An image's own target then
              has weight 1 - `share`, and the mean of the teacher's outputs for its k nearest images has weight `share`. Nearest
              means the largest cosine of the teacher's features of whole images among the last `bank` images, without the image
-             itself. For a model with `Projected`, features before the projection are used, because the projection is trained to
-             give the same output for neighbors. From Van Gansbeke et al. 2020 (SCAN), arXiv:2005.12320, where neighbors come
-             from an earlier training, and Dwibedi et al. 2021 (NNCLR), arXiv:2104.14548. Deformations alone never show that two
-             styles are one class; neighbors do, where they are of one class.
+             itself. So images must not change: only `MultiCrop` may be in `augment`. For a model with `Projected`, features
+             before the projection are used, because the projection is trained to give the same output for neighbors. From Van
+             Gansbeke et al. 2020 (SCAN), arXiv:2005.12320, where neighbors come from an earlier training, and Dwibedi et al.
+             2021 (NNCLR), arXiv:2104.14548. Deformations alone never show that two styles are one class; neighbors do, where
+             they are of one class.
              `patches` > 0 adds the patch term of iBOT (Zhou et al. 2021, arXiv:2111.07832) with that weight (the paper: 1). In
-             half of the student's global views, the share `patch_ratio` of the patches is hidden: their tokens are replaced by
-             one learned token. The student predicts what the teacher, which sees the whole view, gives for these patches. The
-             loss is the cross-entropy, averaged over the hidden patches of a view and over all views, with 0 for a view without
-             hidden patches. The teacher's temperature rises from `warm_temp` to `patch_temp` over `warmup`, and its center is
-             that of all its patches. Patches have a head of their own, as in DINOv2. Hidden patches are drawn uniformly, not in
-             blocks: on small grids, blocks hide the middle many times as often as the border. Hidden pixels are set to 0, so
-             that tokens that see beyond their patch do not show them (see `MAE`).
+             half of the student's global views, the share `patch_ratio` of the patches is hidden (iBOT draws a share from 0.1
+             to 0.5 for each view): their tokens are replaced by one learned token. The student predicts what the teacher, which
+             sees the whole view, gives for these patches. The loss is the cross-entropy, averaged over the hidden patches of a
+             view and over all views, with 0 for a view without hidden patches. The teacher's temperature rises from `warm_temp`
+             to `patch_temp` over `warmup`, and its center is that of all its patches. Patches have a head of their own, as in
+             DINOv2. Hidden patches are drawn uniformly, not in blocks: on small grids, blocks hide the middle many times as
+             often as the border. Hidden pixels are set to 0, so that tokens that see beyond their patch do not show them (see
+             `MAE`).
 
     Raises   ValueError for a batch without views, for a model without features or a linear head, for options out of range, and
              for `patches` with a model that is not a `ViT` or reduces tokens.
@@ -132,6 +135,21 @@ class DINO(TeacherObjective):
             grid_and_patch(model, (model.image[0], model.image[1]))  # raises ValueError if patches are no equal parts
             tokens: int = model.prefix.shape[1]
             self.patch_term = PatchTerm(partial(make_head, tokens, 3), tokens, prototypes, patch_ratio, patch_temp)
+
+    @classmethod
+    def check_run(cls, run: Any):
+        """Raise ValueError if the settings of a training run cannot be combined with this objective: in addition to those that
+        every objective refuses, other transforms than `MultiCrop` with `neighbours`. `run` is a `Run`.
+
+        Neighbors are images of the batch. If a transform changes them, an image is its own nearest neighbor, unrecognized.
+        """
+        super().check_run(run)
+        changed = [t for t in run.augment if not isinstance(t, MultiCrop) and not getattr(t, "off", False)]
+        if changed and options(run.objective)["neighbours"].default:
+            raise ValueError(
+                f"with neighbours, DINO must see the same pixels of an image each time, and augment has {changed[0]!r} outside "
+                "of MultiCrop; expected this transform among those of the views, or neighbours=0"
+            )
 
     @property
     def student_heads(self) -> list[Any]:

@@ -2,12 +2,14 @@
 
 import copy
 from math import isfinite
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smallvit.augment import Batch
+from smallvit.components import options
 
 from .objective import Objective, as_float32
 from .supervised import cross_entropy
@@ -76,6 +78,20 @@ class Distill(Objective):
             )
         self.kind, self.weight, self.temperature, self.token = kind, weight, temperature, token
         self.teachers = [copy.deepcopy(teacher).eval().requires_grad_(False)]  # a list hides its weights from nn.Module
+
+    @classmethod
+    def check_run(cls, run: Any):
+        """Raise ValueError if the settings of a training run cannot be combined with this objective: in addition to those that
+        every objective refuses, `token=True` if the head that learns from labels would get none. `run` is a `Run`.
+        """
+        super().check_run(run)
+        chosen = {name: option.default for name, option in options(run.objective).items()}
+        if chosen["token"] and (chosen["weight"] == 1 or (run.unlabelled and run.pseudo_labels is None)):
+            reason = "weight=1" if chosen["weight"] == 1 else "unlabelled=True"
+            raise ValueError(
+                f"with token=True one of the two heads learns from labels only, and {reason} gives it none; its random logits "
+                "would count in each prediction. Use token=False, or train it with labels"
+            )
 
     @property
     def teacher(self) -> nn.Module:

@@ -30,9 +30,10 @@ class DrLoc(Supervised):
              of a network with two hidden layers from the two tokens of the last block, before the last LayerNorm.
     Off      `weight=0` equals `Supervised`, bit for bit; no pairs are drawn then.
     Departs  `weight` is the lambda of the paper's equations, for distances from 0 to 1. The authors' code predicts distances in
-             tokens. To use its lambda here, multiply it by the number of rows: 0.5 for 7 x 7 tokens is 3.5 here. `weight` is
-             constant; the authors' code changes it during training. 32 pairs and a network of width 128; the authors use 64
-             and 512, which would take longer than a small ViT.
+             tokens and averages over the two axes, as here; equation 4 has the L1 norm, which is their sum. To use its lambda
+             here, multiply it by the number of rows: 0.5 for 7 x 7 tokens is 3.5 here. `weight` is constant; the authors' code
+             changes it during training. 32 pairs and a network of width 128; the authors use 64 and 512, which would take
+             longer than a small ViT.
 
     If the model adds position embeddings to its tokens, the task is easy: the tokens only have to keep their positions.
 

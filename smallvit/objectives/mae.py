@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from math import floor, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 
 from smallvit.attention import Attention
-from smallvit.augment import Batch
+from smallvit.augment import Batch, RandomErasing
 from smallvit.evaluate import frozen
 from smallvit.flops import reduces
 from smallvit.positions import SinCos2d
@@ -78,8 +78,8 @@ class MAE(Objective):
     `normalise=False` it was 91%, with `normalise=True` 88%.
 
     Raises   ValueError for a model that is not a `ViT` or reduces tokens, a grid of tokens that does not divide the image into
-             equal patches, a ratio that leaves no visible patch, patches of one value with `normalise`, and a decoder that
-             cannot be built.
+             equal patches, a ratio that leaves no visible patch, patches of one value with `normalise`, a decoder that
+             cannot be built, and a run whose `augment` has `RandomErasing`.
     """
 
     needs_labels = False
@@ -113,6 +113,14 @@ class MAE(Objective):
         self.ratio, self.normalise, self.patch = ratio, normalise, patch
         self.decoder = Decoder(model.prefix.shape, grid, values, decoder_dim, decoder_depth, decoder_heads)
         initialize(self.decoder)
+
+    @classmethod
+    def check_run(cls, run: Any):
+        """Raise ValueError if the settings of a training run cannot be combined with this objective: in addition to those that
+        every objective refuses, random erasing; see `check_targets`. `run` is a `Run`.
+        """
+        super().check_run(run)
+        check_targets(cls.__name__, run)
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the reconstruction loss of a batch under the key "loss". `progress` is not used.
@@ -224,6 +232,17 @@ class Decoder(nn.Module):
         x = self.position(torch.cat([x[:, :prefix], gather_tokens(x[:, prefix:], order)], dim=1), grid)
         x, _ = self.blocks(x)
         return self.pixels(self.norm(gather_tokens(x[:, prefix:], hidden)))
+
+
+def check_targets(objective: str, run: Any):
+    """Raise ValueError if the transforms of a training run set parts of the images to black, because the decoder would have to
+    predict these parts. `objective` is the name of the objective, and `run` a `Run`.
+    """
+    if any(isinstance(transform, RandomErasing) and not transform.off for transform in run.augment):
+        raise ValueError(
+            f"{objective} predicts the pixels after augmentation, so the black rectangles of RandomErasing would be targets; "
+            "remove RandomErasing from augment, or use Supervised"
+        )
 
 
 def count_visible(ratio: float, patches: int) -> int:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.augment import Augmentation, Batch, MultiCrop
-from smallvit.evaluate import accuracy
+from smallvit.components import function
+from smallvit.evaluate import declaration
 
 from .collapse import Observation
 
@@ -157,8 +158,11 @@ class Objective(nn.Module):
             raise ValueError(f"unlabelled=True but {name} reads labels; use DINO, MAE, Distill with a teacher or pseudo_labels")
         if not cls.needs_views and any(isinstance(transform, MultiCrop) for transform in run.augment):
             raise ValueError(f"augment makes views and {name} reads none; remove MultiCrop from augment, or use DINO or LeJEPA")
-        if not cls.needs_labels and accuracy in run.evaluators:
-            raise ValueError(f"accuracy needs a trained head and {name} trains none; use evaluators=(knn, linear_probe)")
+        of_head = next((evaluator for evaluator in run.evaluators if declaration(evaluator).head), None)
+        if not cls.needs_labels and of_head is not None:
+            raise ValueError(
+                f"{function(of_head).__name__} needs a trained head and {name} trains none; use evaluators=(knn, linear_probe)"
+            )
 
 
 def check_option_range(**options: tuple[float, float, float]):

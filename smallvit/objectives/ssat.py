@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from smallvit.augment import Batch, RandomErasing
+from smallvit.augment import Batch
 from smallvit.vit import ViT
 
-from .mae import MAE
+from .mae import MAE, check_targets
 from .objective import check_option_range
 from .supervised import Supervised
 
@@ -89,8 +89,4 @@ class SSAT(Supervised):
         `Supervised` refuses, random erasing, because erased rectangles would have to be predicted. `run` is a `Run`.
         """
         super().check_run(run)
-        if any(isinstance(transform, RandomErasing) and not transform.off for transform in run.augment):
-            raise ValueError(
-                "SSAT predicts the pixels after augmentation, so the black rectangles of RandomErasing would be targets; "
-                "remove RandomErasing from augment, or use Supervised"
-            )
+        check_targets(cls.__name__, run)
