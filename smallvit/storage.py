@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import stat
 import sys
 import time
@@ -96,24 +97,24 @@ def flush_to_disk(path: Path):
 
 
 def temporary(path: Path) -> Path:
-    """Return a path beside `path` under which its new content is written. No other process on any machine uses this path. The
+    """Return a path beside `path` under which the new file or folder is written. No other process on any machine uses it. The
     name contains the machine and the process, by which `remove_leftovers` decides whether the file is still needed.
     """
     return path.with_name(f".{path.name}.{HOST}.{os.getpid()}.{secrets.token_hex(4)}.new")
 
 
-def remove_leftovers(folder: Path):
-    """Delete the temporary files in a folder that killed processes have left. Files of another living process of this machine
-    stay, and so do files of other machines, unless they are older than a day. A file with the number of this process is that of
-    an earlier one: numbers begin again when a machine or a container starts.
+def remove_leftovers(folder: Path, name: str = "*"):
+    """Delete the temporary files and folders in a folder that killed processes have left, or only those for a file `name`.
+    Those of another living process of this machine stay, and so do files of other machines, unless they are older than a day. A
+    file with the number of this process is that of an earlier one: numbers begin again when a machine or a container starts.
     """
-    for path in folder.glob(".*.new"):
+    for path in folder.glob(f".{name}.*.new"):
         match = LEFT.fullmatch(path.name)
         pid = int(match["pid"]) if match is not None and match["host"] == HOST else None
         dead = pid is not None and (pid == os.getpid() or not is_running(pid))
         with suppress(OSError):
             if dead or time.time() - path.stat().st_mtime > DAY:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def is_running(pid: int) -> bool:

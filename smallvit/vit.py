@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -447,8 +447,11 @@ def drop_path_rates(drop_path: float | Sequence[float], depth: int) -> list[floa
     """Return a list with the stochastic-depth rate of each of `depth` blocks. If `drop_path` is a number, the rates rise
     linearly from 0 in the first block to this number in the last block. `drop_path` may also be a list of rates.
     """
-    if isinstance(drop_path, int | float):
+    if isinstance(drop_path, Real):
+        drop_path = float(drop_path)
         return [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
+    if not isinstance(drop_path, list | tuple):
+        raise ValueError(f"drop_path is {drop_path!r}; expected a rate from 0 to below 1, or a list with one rate per block")
     if len(drop_path) != depth:
         raise ValueError(f"got {len(drop_path)} drop-path rates for {depth} blocks; expected one per block, or a single number")
     return list(drop_path)

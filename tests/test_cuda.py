@@ -14,7 +14,7 @@ from test_semi_supervised import FIXMATCH
 from test_stack import SHORT, STACKABLE, Killed, distilled
 from toys import TINY_VIT, slow_but
 
-from smallvit import DINO, SAM, Block, ConvTokenizer, Run, SmallCNN, augment, digits, fit, textured_shapes
+from smallvit import DINO, SAM, Block, ConvTokenizer, Run, SmallCNN, augment, digits, export, fit, load, textured_shapes
 from smallvit.numerics import full_float32
 from smallvit.train import cuda_graph, fit_stacked
 from smallvit.train.loop import Training
@@ -94,6 +94,16 @@ def test_convolutions_on_larger_images_are_stacked_on_a_gpu(change, tmp_path):
     runs = [SHORT.vary(data=data, augment=(), **change).at_seed(seed) for seed in range(8)]
     records = fit_stacked(runs, [tmp_path / str(one.seed) for one in runs], device="cuda")
     assert [record.stacked for record in records] == [8] * 8
+
+
+@needs_gpu
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_model_on_a_gpu_is_exported_and_stays_there(suffix, tmp_path):
+    fit(SHORT, tmp_path, device="cuda")
+    trained = load(tmp_path)
+    trained.model.cuda()
+    assert export(trained, tmp_path / f"m{suffix}") <= 1e-5
+    assert all(p.is_cuda for p in trained.model.parameters())
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -585,6 +585,12 @@ def test_archive_that_has_changed_is_read_again(tmp_path):
         data.arrays(str(file))
 
 
+def test_size_of_a_data_set_that_was_loaded_already_is_refused(tmp_path):
+    write_constant_archive(tmp_path / "a.npz", 7)
+    with pytest.raises(ValueError, match="data is a Dataset; expected a loader without the call"):
+        data.at_size(data.arrays(str(tmp_path / "a.npz")), 3)
+
+
 CHANGES = ["content", "content with the old time", "new file", "deleted file", "file without a label"]
 
 

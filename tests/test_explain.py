@@ -343,7 +343,11 @@ TWO_CHANNELS = partial(ViT, (12, 12), 2, 2, dim=16, depth=1, heads=2)
         (lambda: explain.token_map(TWO_CHANNELS(), random_images(1, 2)), r"2 channels; only images with 1 or 3"),
         (lambda: explain.token_map(make_vit(), random_pixels()), "got a Tensor; expected Images"),
         (lambda: explain.trace(Attention(8, 2), random_pixels()), r"got a Attention; .*from_timm"),
-        (lambda: explain.trace(make_vit(), random_pixels(0)), "no images to trace"),
+        (lambda: explain.trace(make_vit(), random_pixels(0)), "no images to look at"),
+        *[
+            (partial(call, make_vit(), random_images()), r"got Images; .* it is images.spec.normalize\(images.pixels\(\)\)")
+            for call in (explain.trace, explain.attention_maps, explain.rollout, explain.patch_attention)
+        ],
     ],
 )
 def test_wrong_blocks_models_and_images_are_refused(call, message):

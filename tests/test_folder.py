@@ -1,5 +1,6 @@
 """A folder of images as it comes: formats, broken files, float pixels, duplicates, notes, and the cache on disk."""
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -927,7 +928,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def complete(cache):
-    return [entry for entry in cache.iterdir() if entry.is_dir() and not entry.name.endswith(".partial")]
+    return [entry for entry in cache.iterdir() if entry.is_dir() and not entry.name.endswith(".new")]
 
 
 @pytest.mark.parametrize("pixels", ["uint8", "float"])
@@ -1024,7 +1025,7 @@ def test_cached_pixels_are_used_until_a_file_changes_and_errors_leave_no_cache(t
     assert data.folder(str(top), folds=2, cache="disk").sha256 != first and len(complete(cache)) == 2
     (top / "cat" / "1.png").write_text("no image")
     assert "cat/1.png cannot be read" in error_of(top, folds=2, cache="disk")
-    assert len(complete(cache)) == 2 and not [*cache.glob("*.partial")]
+    assert len(complete(cache)) == 2 and not [*cache.glob(".*.new")]
 
 
 def load_hash(top, queue):
@@ -1059,9 +1060,33 @@ cache._decode_all = die
 folder(sys.argv[1], folds=2, cache="disk")
 """
     done = subprocess.run([sys.executable, "-c", code, top], cwd=Path(__file__).parents[1], env=os.environ | {"SMALLVIT_CACHE": str(tmp_path / "cache")})
-    assert done.returncode == 9 and not complete(cache) and [*cache.glob("*.partial")]
+    assert done.returncode == 9 and not complete(cache) and [*cache.glob(".*.new")]
     assert data.folder(top, folds=2, cache="disk").sha256 == data.folder(top, folds=2, cache="memory").sha256
-    assert len(complete(cache)) == 1 and not [*cache.glob("*.partial")]
+    assert len(complete(cache)) == 1 and not [*cache.glob(".*.new")]
+
+
+def test_folder_without_locks_is_decoded_by_two_processes_and_the_first_one_counts(tmp_path, cache, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    from smallvit.data import cache as module
+
+    top, decode = str(write_class_folders(tmp_path / "top")), module._decode_all
+
+    def decode_after_another(*arguments):
+        monkeypatch.setattr(module, "_decode_all", decode)
+        data.folder.cache_clear()
+        with monkeypatch.context() as patch:  # another process, which needs the same files and is faster
+            patch.setattr("os.getpid", os.getppid)
+            data.folder(top, folds=2, cache="disk")
+        return decode(*arguments)
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    monkeypatch.setattr("smallvit.storage.LOCKABLE", {})
+    monkeypatch.setattr(module, "_decode_all", decode_after_another)
+    found = data.folder(top, folds=2, cache="disk").sha256
+    assert found == data.folder(top, folds=2, cache="memory").sha256
+    assert len(complete(cache)) == 1 and len([*cache.iterdir()]) == 1
 
 
 def test_full_disk_is_refused_before_decoding(tmp_path, cache, monkeypatch):

@@ -497,9 +497,10 @@ def test_runs_of_a_failed_stack_are_tried_alone_and_a_run_killed_twice_is_interr
     schedule.handle([0, 1], Killed("killed"))
     assert schedule.next_group(1) == [0] and schedule.next_group(1) == [1]
     schedule.handle([0], [finished(runs[0])])
-    schedule.handle([1], Killed("killed"))
+    schedule.handle([1], Killed("Ray lost it"))
     first, second = schedule.requested_records
     assert first.finished and second.status == "interrupted" and "killed twice" in second.error
+    assert second.error.endswith(": Ray lost it")
     assert not schedule.queue and not schedule.in_training
 
 
@@ -536,6 +537,13 @@ def test_fail_fast_starts_nothing_after_the_first_failure(tmp_path):
     schedule.handle(first[:1], RuntimeError("failed"))
     schedule.handle(schedule.next_group(2), Killed("killed"))
     assert schedule.queue == [] and [r.status for r in schedule.requested_records] == ["failed"]
+
+
+def test_fail_fast_records_a_second_failure_of_a_run_in_training(tmp_path):
+    schedule = scheduler(comparison(3, {"scratch": SHORT}), tmp_path, fail_fast=True)
+    for group, error in [(schedule.next_group(3), error) for error in (RuntimeError("first"), Killed(), RuntimeError("third"))]:
+        schedule.handle(group, error)
+    assert [r.error for r in schedule.requested_records] == ["RuntimeError: first", "RuntimeError: third"]
 
 
 def test_run_whose_dependency_another_process_trains_is_left_out(tmp_path):

@@ -441,6 +441,8 @@ def test_an_image_that_the_tokens_do_not_divide_is_refused_with_the_nearest_size
         (dict(tokenizer=partial(PatchEmbed, patch=28)), {}, "ratio 0.75 of 1 patches shows 0 and hides 1"),
         (dict(tokenizer=partial(PatchEmbed, patch=1)), {}, "1 pixel and 1 channel has no variance; expected normalise=False"),
         ({}, dict(decoder_depth=0), "decoder_depth is 0; expected at least 1"),
+        ({}, dict(decoder_depth=2.5), "decoder_depth is 2.5; expected an integer"),
+        ({}, dict(decoder_heads=0), "decoder_heads is 0; expected an integer"),
         ({}, dict(decoder_dim=18), "width 18 is not divisible by 4"),
         ({}, dict(decoder_heads=5), "5 heads do not divide width 64"),
     ],

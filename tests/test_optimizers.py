@@ -692,6 +692,7 @@ REFUSED = [
     (lambda: SHORT.vary(optimizer=partial(Muon, moment=1.0)), "Muon has no option 'moment'; did you mean 'momentum'"),
     (lambda: SHORT.vary(optimizer=partial(SAM, rho=-0.1)), "rho of SAM is -0.1; expected a number, at least 0"),
     (lambda: SHORT.vary(optimizer=partial(SAM, base=SAM)), "base of SAM makes SAM; expected AdamW, Muon or ScheduleFree"),
+    (lambda: SAM(groups_of(), base="adamw"), "base of SAM is 'adamw'; expected an optimizer class, such as AdamW or Muon"),
     (lambda: SHORT.vary(optimizer=ScheduleFree), "schedule='cosine' and ema=0.05; set schedule='constant' and ema=0.0"),
     (lambda: SHORT.vary(optimizer=partial(SAM, base=ScheduleFree)), "ScheduleFree replaces the schedule"),
     (lambda: FREE.vary(optimizer=partial(ScheduleFree, beta1=1.0)), "beta1 of ScheduleFree is 1.0"),

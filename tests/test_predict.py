@@ -266,6 +266,13 @@ def test_arm_that_is_no_classifier_is_refused_and_others_are_named(arm, reason, 
     assert error.endswith('arms that can: mine.py:scratch, "mine.py:+small steps", "mine.py:small CNN"\n')
 
 
+def test_several_arms_are_refused(workdir, images, capsys):
+    write_recipe(WITH_REFERENCES)
+    for arms, names in (("scratch,+small steps", "scratch, +small steps"), ("references", "pixels, .*small CNN")):
+        assert main(["predict", f"mine.py:{arms}", str(images)]) == 2
+        assert re.search(rf"mine.py:{re.escape(arms)} names \d arms: {names if '.' in names else re.escape(names)}.*; expected one arm", capsys.readouterr().err)
+
+
 def test_runs_of_another_folder_are_looked_for_by_their_full_path(workdir, images, monkeypatch, capsys):
     (workdir / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")

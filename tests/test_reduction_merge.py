@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -119,6 +120,7 @@ def test_schedules_equal_the_paper():
     assert merge_schedule(16, -1.0, 12) == [32, 29, 26, 23, 20, 17, 14, 11, 8, 5, 2, 0]
     assert merge_schedule(8, 0.0, 12) == [8] * 12 and merge_schedule(8, 1.0, 1) == [8] and merge_schedule((1, 2), 0.0, 2) == [1, 2]
     assert merge_schedule(15, 1.0, 12)[-1] == 29, "as in the authors' code, in which 30 is rounded down"
+    assert merge_schedule((np.int64(3), np.float32(0.25)), 0.0, 2) == [3, 0.25] and merge_schedule(np.int32(3), 0.0, 2) == [3, 3]
     assert merge_schedule(8, 1.0, 5) == [0, 4, 8, 12, 16] and merge_schedule(0.25, 0.0, 3) == [0.25] * 3
 
 

@@ -108,6 +108,20 @@ def test_fit_trains_also_where_the_caller_has_switched_off_gradients(without_gra
     assert equal(weights(tmp_path / "1"), weights(tmp_path / "2"))
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "device is 'gpu'; expected cpu, cuda, mps or auto"),
+        (0.5, "device is 0.5; expected cpu, cuda, mps or auto"),
+        ("cuda:99", "device is 'cuda:99', but torch finds no such GPU"),
+    ],
+)
+def test_device_that_is_not_there_is_refused_before_anything_is_trained(device, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fit(SHORT.vary(init=SHORT), tmp_path, device=device)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_fit_and_load_do_not_depend_on_the_default_type_and_device_of_torch(tmp_path):
     fit(SHORT, tmp_path / "1")
     torch.set_default_dtype(torch.float64)

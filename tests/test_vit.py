@@ -619,6 +619,7 @@ def test_initial_weights_have_the_documented_spread():
         (lambda: small_vit(reduction="merge"), "reduction is 'merge'; expected a class"),
         (lambda: small_vit(block=None), "block is None; expected a class"),
         (lambda: small_vit(drop_path=[0.1]), "got 1 drop-path rates for 2 blocks; expected one per block"),
+        (lambda: small_vit(drop_path=None), "drop_path is None; expected a rate from 0 to below 1, or a list with one rate per block"),
         (lambda: small_vit(drop_path=1.0), "drop_path is 1.0; expected a probability"),
         (lambda: small_vit(drop_path=-0.1), "drop_path is -0.1"),
         (lambda: random_block(activation="selu"), "activation is 'selu'; expected one of 'gelu', 'relu'"),

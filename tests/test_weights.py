@@ -49,7 +49,7 @@ from smallvit.ablation import ArmRun
 from smallvit.launch import launch
 from smallvit.launch.results import folder
 from smallvit.optim import decay_groups
-from smallvit.pretrained import Unavailable
+from smallvit.pretrained import Unavailable, enlarged
 from smallvit.pretrained.convert import rename
 from smallvit.reference_runs import training_data
 
@@ -320,6 +320,26 @@ def test_parts_that_do_not_fit_must_be_listed_in_new(files, options, new, messag
     report = Weights(name=TINY, file=file, new=new).load(tiny4(**options), *GRAY)
     changed = [name for name in report["new"] + report["left_over"] if not name.startswith("head.")]
     assert changed and all(f".{new[0]}." in f".{name}." for name in changed)
+
+
+def test_patch_embedding_in_new_is_not_read(files):
+    file, model = files(TINY)[1], tiny4()
+    before = {name: weight.clone() for name, weight in model.tokenizer.state_dict().items()}
+    report = Weights(name=TINY, file=file, new=("tokenizer", "position")).load(model, *GRAY)
+    assert report["resized"] == report["adapted"] == [] and {"tokenizer.proj.weight", "position.table"} <= {*report["new"]}
+    assert all(torch.equal(weight, before[name]) for name, weight in model.tokenizer.state_dict().items())
+    enlarged_model = like(TINY, tokenizer=enlarged(TINY))((28, 28), 1, 10)
+    report = Weights(name=TINY, file=file, new=("tokenizer",)).load(enlarged_model, *GRAY)
+    assert report["resized"] == report["adapted"] == [] and "tokenizer.tokenizer.proj.weight" in report["new"]
+
+
+def test_home_folder_in_a_path_is_found(files, tmp_path, monkeypatch, offline):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file(files(TINY)[0].state_dict(), tmp_path / f"{TINY}.safetensors")
+    expected = tmp_path / f"{TINY}.safetensors"
+    assert Weights(name=TINY, file=f"~/{TINY}.safetensors").path() == expected
+    monkeypatch.setenv("SMALLVIT_WEIGHTS", "~")
+    assert Weights(name=TINY).path() == expected
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,13 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
     able = able_arms(runs)
     runs = with_looks(runs, known_looks(runs, out, path.stem))
     filters = [f"arm={arm}", *options.only, *([f"labels={options.labels}"] if options.labels is not None else [])]
-    runs = [entry for entry in only(runs, filters) if options.seed in (None, entry.seed)]
-    if any(entry.arm == arm for entry in runs) and arm not in able:
+    runs = only(runs, filters)
+    chosen = list(dict.fromkeys(entry.arm for entry in runs))
+    if len(chosen) > 1:
+        raise ValueError(f"{options.run} names {len(chosen)} arms: {', '.join(chosen)}; expected one arm")
+    arm = chosen[0]
+    runs = [entry for entry in runs if options.seed in (None, entry.seed)]
+    if runs and arm not in able:
         raise ValueError(f"{arm!r} cannot predict: {reason_of(runs[0])}; arms that can: {', '.join(quoted(recipe, able))}")
     finished = [entry for entry in runs if (record := recall(entry, out, path.stem)) and record.finished]
     if not finished:

@@ -203,7 +203,7 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
         try:
             record = recall(entry, out, recipe)
         except Damaged as error:
-            print(f"note: {error}; smallvit run trains this run again", file=sys.stderr)
+            print(f"note: {error}", file=sys.stderr)
         if record is None:
             record = new_record(entry.run, tags(entry, recipe), status="missing")
             record.code = record.versions = record.cpu = None  # nothing was computed

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smallvit.storage import cache_folder
+from smallvit.storage import cache_folder, locked, remove_leftovers, temporary
 
 from .decode import read_image
 from .files import size_and_times
@@ -177,37 +177,38 @@ def _from_disk(
     top: Path, files: Sequence[str], options: Options, first: str, shape: tuple[int, ...], dtype: np.dtype, needed: int
 ) -> tuple[np.ndarray, list[Problem], dict[str, int]]:
     """Return decoded pixels as a memory-mapped array, the problems, and the remarks of `_decode_all`. The files are decoded if
-    they are not in the cache yet. Other processes that need the same files wait, and then share the array.
+    they are not in the cache yet. Other processes that need the same files wait, and then share the array. Where files cannot
+    be locked, they decode the files too, and the array that is complete first is used.
 
     `shape` (h, w, c) and `dtype` are those of each image, `first` is the first readable file, and `needed` is the number of
     bytes.
     """
-    from filelock import FileLock
-
     folder = cache_folder() / "folders" / _key(top, files, options)
-    partial_folder, facts = folder.with_name(f"{folder.name}.partial"), "facts.json"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
+    new, facts = temporary(folder), "facts.json"
+    with locked(folder.with_name(f"{folder.name}.lock"), timeout=-1):
         if not folder.is_dir():
-            shutil.rmtree(partial_folder, ignore_errors=True)  # of a process that was killed
+            remove_leftovers(folder.parent, folder.name)
             if needed > (free := shutil.disk_usage(folder.parent).free):
                 raise ValueError(
                     f"{top}: the decoded images take {needed / 1e9:.1f} GB, but {folder.parent} has {free / 1e9:.1f} GB left; "
                     "set a smaller size=, or set the environment variable SMALLVIT_CACHE to another folder"
                 )
-            partial_folder.mkdir()
+            new.mkdir()
             array = (len(files), shape[2], *shape[:2])
-            out = np.lib.format.open_memmap(partial_folder / "pixels.npy", "w+", dtype, array)
-            problems, remarks = _decode_all(out, top, files, options, shape)
-            out.flush()
-            del out
             try:
+                out = np.lib.format.open_memmap(new / "pixels.npy", "w+", dtype, array)
+                problems, remarks = _decode_all(out, top, files, options, shape)
+                out.flush()
+                del out
                 _check(top, files, problems, options, first, shape)
-            except ValueError:
-                shutil.rmtree(partial_folder, ignore_errors=True)
-                raise
-            (partial_folder / facts).write_text(json.dumps({"problems": problems, "remarks": remarks}), encoding="utf-8")
-            partial_folder.rename(folder)
+                (new / facts).write_text(json.dumps({"problems": problems, "remarks": remarks}), encoding="utf-8")
+                try:
+                    new.rename(folder)
+                except OSError:
+                    if not folder.is_dir():  # if it is there, another process was faster
+                        raise
+            finally:
+                shutil.rmtree(new, ignore_errors=True)
         stored = json.loads((folder / facts).read_text(encoding="utf-8"))
     pixels = np.load(folder / "pixels.npy", mmap_mode="c")  # never written: "c" only spares torch's warning
     return pixels, [Problem(*problem) for problem in stored["problems"]], stored["remarks"]

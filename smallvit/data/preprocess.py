@@ -134,7 +134,8 @@ class Preprocess:
         if self.dtype == "float32":
             largest |= {np.dtype(np.uint16): 65535, torch.uint16: 65535}
         if not is_float and images.dtype not in largest:
-            raise ValueError(f"got pixels of type {images.dtype}; expected uint8, or floats in [0, 1]")
+            expected = "uint8, uint16 or floats" if self.dtype == "float32" else "uint8, or floats in [0, 1]"
+            raise ValueError(f"got pixels of type {images.dtype}; expected {expected}")
         scale = 1 if is_float else largest[images.dtype]
         if isinstance(images, np.ndarray):
             images = np.array(images, np.float32 if is_float else None)  # a copy that torch may write to

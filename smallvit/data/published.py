@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from smallvit.storage import cache_folder
+from smallvit.storage import cache_folder, locked
 
 from .dataset import Dataset
 from .folds import balanced_split
@@ -191,11 +191,10 @@ def _download(name: str, root: Path, paths: list[Path], options: Sequence[dict])
 
     The files are downloaded to a temporary folder and then moved, without overwriting any file in `root`.
     """
-    from filelock import FileLock
     from torchvision import datasets
 
     root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / ".download.lock"), tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
+    with locked(root / ".download.lock", timeout=-1), tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
         if all(map(Path.is_file, paths)):
             return  # another process has downloaded them meanwhile
         for option in options:

@@ -29,6 +29,8 @@ def at_size(data: Callable[[], Dataset], size: int | tuple[int, int]) -> Dataset
     sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise ValueError(f"size is {size!r}; expected a number of pixels, such as 28, or a pair (height, width)")
+    if not callable(data):
+        raise ValueError(f"data is a {type(data).__name__}; expected a loader without the call, such as digits")
     whole = data()
     known = RESIZED.setdefault(whole, {})
     if sides not in known:

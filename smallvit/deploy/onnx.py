@@ -72,7 +72,7 @@ def takes_floats(preprocess: Preprocess) -> bool:
 def export(classifier: ImageClassifier, path: str | Path, *, resize: bool | None = None) -> float:
     """Write a trained model to one file for use without smallvit. Return the largest difference between the probabilities of
     this file and those of the model in PyTorch, on random images. The file computes in float32, also for a model of another
-    precision; it is compared with a float32 copy of such a model. The model itself is left unchanged.
+    precision; it is compared with a float32 copy of such a model on the CPU. The model itself is left unchanged.
 
         smallvit.export(smallvit.load("runs/..."), "model.onnx")
 
@@ -97,7 +97,7 @@ def export(classifier: ImageClassifier, path: str | Path, *, resize: bool | None
     classifier.check_classes()
     classifier = copy.deepcopy(classifier)
     for each in members(classifier):
-        each.model.float()
+        each.model.float().cpu()
     module = PixelsToProbabilities(classifier, can_resize if resize is None else resize).eval()
     with torch.no_grad(), quiet():
         content, run = (onnx_file if path.suffix == ".onnx" else program_file)(module, description(classifier, module.resize))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .tokens import MAX_ELEMENTS, track_patches
+from .tokens import MAX_ELEMENTS, require_tensor, track_patches
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -166,8 +166,7 @@ def find_attention_parts(model: Any, images: Tensor) -> AttentionParts:
     """
     from smallvit.vit import ViT
 
-    if not len(images):
-        raise ValueError("there are no images to look at; expected at least one, b c h w")
+    require_tensor(images)
     size = tuple(images.shape[-2:])
     if isinstance(model, ViT):
         attentions = [getattr(block, "attention", None) for block in model.blocks]

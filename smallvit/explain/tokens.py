@@ -57,14 +57,26 @@ def trace(model: nn.Module, images: Tensor) -> Trace:
 
     if not isinstance(model, ViT):
         raise ValueError(f"got a {type(model).__name__}; expected a ViT: take from_timm(model) for a model of timm")
-    if not len(images):
-        raise ValueError("there are no images to trace; expected at least one")
+    require_tensor(images)
     grid: tuple[int, int] = model.tokenizer.grid(images.shape[-2:])
     patches = grid[0] * grid[1]
     with frozen(model):
         batches = images.split(max(1, MAX_ELEMENTS // patches**2))
         groups = [torch.stack(track_patches(model, x.to(model.prefix), patches, group_patches), dim=1) for x in batches]
     return Trace(torch.cat(groups).cpu(), grid)
+
+
+def require_tensor(images: Any):
+    """Raise ValueError unless `images` is a tensor with at least one image."""
+    import torch
+
+    if not isinstance(images, torch.Tensor):
+        raise ValueError(
+            f"got {type(images).__name__}; expected a tensor of normalized pixels, b c h w. For Images it is "
+            "images.spec.normalize(images.pixels())"
+        )
+    if not len(images):
+        raise ValueError("there are no images to look at; expected at least one, b c h w")
 
 
 def track_patches(model: ViT, x: Tensor, patches: int, convert: Callable[[Tensor], Tensor]) -> list[Tensor]:

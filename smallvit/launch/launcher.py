@@ -5,7 +5,6 @@ checkpoint.
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -126,12 +125,8 @@ def launch(
 
 def check_device(device: str):
     """Raise ValueError if the device, such as "cpu" or "cuda", is unknown or is not available on this machine."""
-    import torch
-
     if device not in ("cpu", "cuda", "mps", "auto"):
         raise ValueError(f"device is {device!r}; expected cpu, cuda, mps or auto")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(device, bool)
-        if device in ("cuda", "mps") and not found():
-            raise ValueError(f"device is {device!r}, but torch finds no such GPU on this machine; use --device cpu")
+    from smallvit.train.loop import choose_device  # imports torch
+
+    choose_device(device)

@@ -55,7 +55,7 @@ class LocalEngine(Engine):
             worker, error = self.busy.pop(future), future.exception()
             if isinstance(error, BrokenProcessPool):
                 worker.restart()
-                error = Killed("the worker process was killed")
+                error = Killed()
             elif is_gpu_lost(error):  # every later run of this process would fail as well
                 worker.kill()
                 worker.restart()

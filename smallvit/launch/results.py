@@ -34,7 +34,7 @@ class Interrupted(RuntimeError):
 
 class Killed(Interrupted):
     """Error for runs whose worker process was killed, or whose machine was lost, while it trained them. It is not their fault,
-    so they are tried once more.
+    so they are tried once more. Its text is empty, or says more than that.
     """
 
 
@@ -44,14 +44,14 @@ class Damaged(ValueError):
     """
 
     def __init__(self, *files: Path):
-        super().__init__(f"{files[0]} is damaged")
+        super().__init__(f"{files[0]} is damaged; smallvit run trains this run again")
         self.files = files
 
     def set_aside(self):
         """Rename the damaged files to `*.damaged`, and print a note. After that, the run can be trained again."""
         for path in self.files:
             os.replace(path, path.with_name(f"{path.name}.damaged"))
-        print(f"note: {self}; renamed to *.damaged, and the run is trained again", file=sys.stderr)
+        print(f"note: {self.files[0]} is damaged; renamed to *.damaged, and the run is trained again", file=sys.stderr)
 
 
 def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
@@ -169,7 +169,7 @@ def record_failure(entry: ArmRun, out: str | Path, recipe: str, error: BaseExcep
         return None
     reason, traceback = f"{type(error).__name__}: {error}", None
     if isinstance(error, Killed):
-        reason = "the worker process was killed twice (out of memory?)"
+        reason = f"the worker process was killed twice (out of memory?){f': {error}' if str(error) else ''}"
     elif isinstance(error, Unavailable | Interrupted):
         reason = str(error)
     elif error.__cause__ is not None:  # concurrent.futures puts the traceback of the worker there, in triple quotes

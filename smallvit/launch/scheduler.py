@@ -305,7 +305,7 @@ class Scheduler:
         if isinstance(result, list):
             for index, record in zip(group, result):
                 self.end_run(index, record)
-        elif self.stopped:
+        elif self.stopped and (interrupted or len(group) > 1):
             pass  # the runs keep their checkpoints and can be resumed
         elif interrupted and self.tried.isdisjoint(group):
             self.tried.update(group)

@@ -240,8 +240,8 @@ def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path
     failed = [record for record in records if not record.finished and not has_infinite_loss(record)]
     if failed:
         raise ValueError(
-            f"{len(failed)} trials failed; the first is of {failed[0].arm!r}: {failed[0].error}; correct the ranges or the "
-            "cause, and start the command again"
+            f"{len(failed)} trials failed; the first is of {failed[0].arm!r}: {failed[0].error}; correct the cause, "
+            "and start the command again"
         )
     for arm, trained in alive:
         for index in trained:
@@ -249,7 +249,7 @@ def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path
             arm.scores[index] = [record.val_result if record.finished else None for record in mine]
             arm.records |= {record.fingerprint: record for record in mine}
         if all(None in arm.scores[index] for index in trained):
-            raise ValueError(f"all trials of {arm.place} had an infinite loss; lower the learning rates in Tune")
+            raise ValueError(f"all trials of {arm.place} had an infinite loss; lower the learning rates")
 
 
 def has_infinite_loss(record: Record) -> bool:

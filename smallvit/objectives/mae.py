@@ -13,7 +13,7 @@ from smallvit.evaluate import frozen
 from smallvit.flops import reduces
 from smallvit.positions import SinCos2d
 from smallvit.reduction.context import expand_index, gather_tokens
-from smallvit.vit import Block, Blocks, ViT, initialize
+from smallvit.vit import Block, Blocks, ViT, check_integers, initialize
 
 from .collapse import Observation
 from .objective import Objective
@@ -103,8 +103,9 @@ class MAE(Objective):
         if reduces(model):
             reason = "masked patches need a token for each visible patch"
             raise ValueError(f"{reason}; got a model that reduces its tokens, expected reduction=None")
-        if decoder_depth < 1:
+        if decoder_depth == 0:
             raise ValueError(f"decoder_depth is {decoder_depth}; expected at least 1, or hidden patches receive no information")
+        check_integers(decoder_dim=(decoder_dim, 1), decoder_depth=(decoder_depth, 1), decoder_heads=(decoder_heads, 1))
         grid, patch = grid_and_patch(model, (model.image[0], model.image[1]))
         values = prod(patch) * model.channels
         if normalise and values < 2:
@@ -138,8 +139,9 @@ class MAE(Objective):
         """Return the number of (rows, columns) of patches in images. Raise ValueError if the patches of these images have
         another size than the patches that the decoder predicts.
         """
-        if images.ndim != 4 or images.shape[1] != self.model.channels:
-            raise ValueError(f"got images of shape {tuple(images.shape)}; the model needs b {self.model.channels} h w")
+        if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] != self.model.channels:
+            found = f"images of shape {tuple(images.shape)}" if isinstance(images, Tensor) else f"no tensor but {images!r:.40}"
+            raise ValueError(f"got {found}; the model needs b {self.model.channels} h w, normalized pixels")
         h, w = images.shape[2:]
         grid, patch = grid_and_patch(self.model, (h, w))
         if patch != self.patch:

@@ -48,6 +48,8 @@ class SAM(Optimizer):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise ValueError(f"{name} of SAM is {value!r}; expected a number, at least 0")
         check_groups("SAM", groups, "decays")
+        if not callable(base):
+            raise ValueError(f"base of SAM is {base!r}; expected an optimizer class, such as AdamW or Muon")
         self.base = base(groups)
         if not isinstance(self.base, Optimizer) or isinstance(self.base, SAM):
             raise ValueError(f"base of SAM makes {type(self.base).__name__}; expected AdamW, Muon or ScheduleFree")

@@ -75,6 +75,11 @@ class Weights:
             raise ValueError(f"new is {self.new!r}; expected names of parts, such as ('tokenizer.norm',)")
         object.__setattr__(self, "new", tuple(self.new))
 
+    @property
+    def own_file(self) -> Path | None:
+        """The path of the given `file`, where `~` is the home folder of the user, or None."""
+        return None if self.file is None else Path(self.file).expanduser()
+
     def path(self) -> Path:
         """Return the path of the file with the weights. The file is downloaded if it is not on this machine. Raise
         `Unavailable` if the download fails.
@@ -88,13 +93,13 @@ class Weights:
 
         Raises   ValueError if `file` is given and does not exist.
         """
-        if self.file is not None:
-            if not Path(self.file).is_file():
+        if self.own_file is not None:
+            if not self.own_file.is_file():
                 raise ValueError(f"there is no file {self.file} with the weights {self.name}")
-            return Path(self.file)
+            return self.own_file
         if folder := os.environ.get(FOLDER):
             for suffix in SUFFIXES:
-                if (path := Path(folder) / f"{self.name}{suffix}").is_file():
+                if (path := Path(folder).expanduser() / f"{self.name}{suffix}").is_file():
                     return path
         import huggingface_hub
 
@@ -154,8 +159,9 @@ class Weights:
             "name": self.name, "file": path.name, "sha256": file_sha256(path), "mean": own_mean,
             "std": own_std, "resized": [], "adapted": [], "loaded": 0, "new": [], "left_over": [],
         }  # fmt: skip
-        adapt_patch_embedding(state, model, (own_mean, own_std), (mean, std), report)
-        adapt_positions(state, model, report)
+        adapt_patch_embedding(state, model, (own_mean, own_std), (mean, std), report, self.new)
+        if not belongs_to_any(self.new, "position.table"):
+            adapt_positions(state, model, report)
         ignored = [name for name in state if name in target and belongs_to_any(self.new, name)]
         head = target.get("head.weight")
         if head is None or ("head.weight" in state and state["head.weight"].shape != head.shape):
@@ -220,10 +226,19 @@ def enlarged(name: str) -> Callable:
     return partial(Resized, tokenizer=tokenizer, size=config.input_size[-1], interpolation=config.interpolation)
 
 
-def adapt_patch_embedding(state: dict[str, Tensor], model: ViT, weight_stats: tuple, data_stats: tuple, report: dict[str, Any]):
+def adapt_patch_embedding(
+    state: dict[str, Tensor],
+    model: ViT,
+    weight_stats: tuple,
+    data_stats: tuple,
+    report: dict[str, Any],
+    new: Sequence[str] = (),
+):
     """Adapt pretrained weights of the patch embedding to `model`: to its patch size, its number of channels, and the
     normalization of its images. The weights are in the state dict `state`, which is changed in place. `weight_stats` and
     `data_stats` are the (mean, std) of the pixels in pretraining and in the new data. Changes are listed in the dict `report`.
+
+    If the patch embedding belongs to the parts `new`, which are initialized anew, its weights only get the names of `model`.
 
     Raises   ValueError if the images have neither one channel nor as many as the weights.
     """
@@ -234,6 +249,9 @@ def adapt_patch_embedding(state: dict[str, Tensor], model: ViT, weight_stats: tu
     if not isinstance(tokenizer, PatchEmbed | ShiftedPatchEmbed):
         return
     kernel, bias = state.pop(f"{PROJ}.weight"), state.pop(f"{PROJ}.bias")
+    if belongs_to_any(new, f"{prefix}.weight"):
+        state |= {f"{prefix}.weight": kernel, f"{prefix}.bias": bias}
+        return
     patch, channels = tokenizer.patch, model.channels
     if kernel.ndim == 2:  # early files store a matrix over flattened patches
         kernel = kernel.unflatten(1, (3, math.isqrt(kernel.shape[1] // 3), -1))

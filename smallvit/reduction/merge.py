@@ -96,6 +96,13 @@ class Merge(nn.Module):
         return x.unflatten(0, (b, n - r)), size.unflatten(0, (b, n - r))
 
 
+def plain_number(value: Any) -> Any:
+    """Return a number of NumPy as one of Python. Other values are returned unchanged."""
+    if isinstance(value, Real) and not isinstance(value, bool | int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
 def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> list[int | float]:
     """Return a list with the number of merges in each of `depth` blocks. `r` is this number for all blocks, or a list of one
     number per block; a float is a fraction of the patches. `inflect`, from -1 to 1, moves merges to early blocks (negative) or
@@ -103,8 +110,7 @@ def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> lis
 
     `r` and `inflect` are the options of `Merge`. Raise ValueError if they are out of range.
     """
-    if isinstance(r, Real) and not isinstance(r, bool | int | float):  # a number of NumPy
-        r = int(r) if isinstance(r, Integral) else float(r)
+    r = [plain_number(count) for count in r] if isinstance(r, tuple | list) else plain_number(r)
     if isinstance(r, bool) or not isinstance(r, (int, float, tuple, list)):
         raise ValueError(f"r is {r!r}; expected a number of merges (0 or more), a fraction up to 0.5, or one of these a layer")
     if not -1 <= inflect <= 1:
@@ -114,7 +120,7 @@ def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> lis
     if isinstance(r, tuple | list):
         if len(r) != depth:
             raise ValueError(f"got {len(r)} values of r for {depth} layers; expected one per layer, or a single one")
-        counts: list[int | float] = list(r)
+        counts: list[int | float] = [*r]
     elif isinstance(r, float) or depth == 1:
         counts = [r] * depth
     else:

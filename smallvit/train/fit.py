@@ -28,7 +28,7 @@ from smallvit.storage import locked, remove_leftovers, temporary
 
 from . import checkpoint
 from .evaluation import evaluate, test_part
-from .loop import Training, Watch, train
+from .loop import Training, Watch, choose_device, train
 from .publish import publish, tidy
 from .read_log import log_test_read
 from .stack import NotStackable, Stack
@@ -227,6 +227,7 @@ def prepare_training(
     if the run has already finished. The function also writes the record. If another process has finished the run meanwhile, its
     record stays and is returned.
     """
+    choose_device(device)  # raises ValueError before an earlier run is trained
     reason = "this run is scored on validation images only" if validation_only else "a run reads them only when it is scored"
     with locked(folder / ".lock"), sealed_test_images(reason), full_float32():
         if done := finished_record(run, folder, validation_only):

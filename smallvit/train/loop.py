@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -90,6 +91,25 @@ def write_curve(checkpoint_file: Path, points: Sequence[Sequence], append: bool 
         file.writelines(json.dumps(dict(zip(("step", "loss", "val"), point))) + "\n" for point in points)
 
 
+def choose_device(device: str) -> torch.device:
+    """Return the torch device with the name `device`, such as "cpu" or "cuda". "auto" is the GPU of this machine if it has one,
+    otherwise the CPU. Raise ValueError for a name that torch does not know and for a GPU that it does not find.
+    """
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator or torch.device("cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}; expected cpu, cuda, mps or auto") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {"cuda": torch.cuda.device_count, "mps": lambda: int(torch.backends.mps.is_available())}
+        if chosen.type in found and (chosen.index or 0) >= found[chosen.type]():
+            raise ValueError(f"device is {device!r}, but torch finds no such GPU on this machine; use the device cpu")
+    return chosen
+
+
 class Training:
     """The state of one training run: model, optimizer, data, number of the current step, and the learning curve up to this
     step.
@@ -114,11 +134,7 @@ class Training:
         numerics: Numerics = DEFAULT,
     ):
         self.run, self.spec, self.subset = run, data.spec, subset
-        if device == "auto":
-            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            self.device = accelerator or torch.device("cpu")
-        else:
-            self.device = torch.device(device)
+        self.device = choose_device(device)
         objective, self.init_weights, self.init_hashes = initial_objective(run, data.spec, init, teacher)
         self.objective: Any = objective.to(self.device)
         if run.steps and getattr(self.objective.model, "divides_batches", False):
