@@ -159,14 +159,14 @@ class Rotary(nn.Module):
     `temperature` is the base of the frequencies. With "grid", the base is chosen so that the lowest frequency rotates by 1
     radian over the larger side of the grid. (Heads of width 4 have a single frequency, of 1 radian for each patch.)
 
-    Fixed frequencies are not saved with the weights: after `to_empty`, call `initialize(model)` before `load_state_dict`.
-
     Paper    Heo et al. 2024, arXiv:2403.13298 (RoPE-ViT, axial and mixed); Su et al. 2021, arXiv:2104.09864 (RoPE).
     Off      Frequencies of 0 equal attention without positions.
     Departs  The paper uses the temperature 100 for the axial form and 10 for the mixed form. Here 10 is the default of both,
              because grids are small. The angle of a merged token is that of the mean position of its patches.
-    Outside of a `ViT`: `Attention(dim, heads, position=partial(Rotary, grid=(r, c), prefix=p))`, which is called with
-    `places=places_of((r, c), device)`. The same holds for `RelativeBias`.
+
+    Outside of a `ViT`, an attention gets it by `Attention(dim, heads, position=partial(Rotary, grid=(r, c), prefix=p))`, and is
+    called with `places=places_of((r, c), device)`. The same holds for `RelativeBias`. Fixed frequencies are not saved with the
+    weights: after `to_empty`, call `initialize(model)` before `load_state_dict`.
 
     Raises   ValueError if the width of a head is not divisible by 4, for a temperature below 1, and for an unknown `origin`.
     """

@@ -379,7 +379,7 @@ def test_run_that_failed_by_its_own_fault_is_not_tried_again(error, tmp_path):
     record = record_failure(ENTRY, tmp_path, "t", error)
     assert record.status == "failed" and not is_interruption(error)
     assert Scheduler([ENTRY], tmp_path, "t").queue == []
-    assert Scheduler([ENTRY], tmp_path, "t", try_again=lambda record: True).queue == [0]
+    assert Scheduler([ENTRY], tmp_path, "t", retry=lambda record: True).queue == [0]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), Killed("killed")], ids=["disk", "killed"])

@@ -4,6 +4,7 @@ import math
 from textwrap import wrap
 from typing import Any
 
+from .advise.options import dino_settings, stem_layers
 from .inspection import Inspection
 
 BATCH = 32
@@ -144,8 +145,6 @@ def arms_text(images: Inspection, quick: bool) -> str:
     """
     arms = techniques(images)
     names = [name for name in arms if name in QUICK_ARMS] if quick else [*arms]
-    if quick and "+SPT" not in arms:
-        names.insert(1, "+conv stem")
     lines = [
         "arms = {",
         "    # Each entry is an arm, complete in itself: delete those that do not interest you.",
@@ -161,7 +160,7 @@ def techniques(images: Inspection) -> dict[str, tuple[str, str]]:
     """Return the code and the comment of each arm (variant) except the baseline, as a dict by the name of the arm. A comment is
     empty where the code has comments inside. `images` is what was found in the folder of images, on which the choice depends.
     """
-    layers = max(round(math.log2(images.patch)), 1)  # a token of the stem has 2^layers x 2^layers pixels
+    layers = stem_layers(images.patch)  # a token of the stem has 2^layers x 2^layers pixels
     tokens = math.prod(-(-side // 2**layers) for side in images.size)
     others = f": {tokens} tokens in an image" * (tokens != patches(images))
     arms = {
@@ -198,7 +197,6 @@ def techniques(images: Inspection) -> dict[str, tuple[str, str]]:
         ),
     }
     impossible = {
-        "+SPT": images.patch < 2,
         "+DINO": not (images.digits or images.unit),  # its transforms of color expect pixels in [0, 1]
         "+class weights": not images.unequal,
     }
@@ -230,18 +228,10 @@ def augmentation(images: Inspection) -> str:
 
 def pretraining(images: Inspection) -> str:
     """Return the code of the arm that is first trained without labels. `images` is what was found in the folder of images."""
-    colors = "" if images.channels == 3 else ", colour=False"
-    crops = "digit_crops(local=0)" if images.digits else f"photo_crops(local=0{colors})"
     lines = [
         "scratch.vary(",
         "    init=scratch.vary(  # first trained on the same images without their labels (DINO)",
-        "        objective=partial(sv.DINO, koleo=0.1, prototypes=64, momentum=0.97),",
-        f"        augment=sv.augment.{crops},",
-        "        unlabelled=True,",
-        "        batch=64,",
-        "        clip=0.0,",
-        "        ema=0.0,",
-        "        evaluators=(sv.knn,),",
+        *[f"        {name}={value}," for name, value in dino_settings(images).items()],
         "    ),",
         ")",
     ]

@@ -131,7 +131,7 @@ def print_plan(
         record = None
         with suppress(Damaged):
             record = None if options.smoke else recall(entry, out, recipe)
-        untrained = is_untrained(record, lambda record: options.retry and not record.finished)
+        untrained = is_untrained(record, options.retry)
         return None if record is None or untrained else record.status
 
     print(plan(runs, jobs, device_to_measure(options), ended, recipe_runs, time.perf_counter() - options.started))

@@ -101,8 +101,7 @@ def launches(
 ) -> dict[tuple[Numerics, int], list[ArmRun]]:
     """Group runs by how they must be computed, so that their published results can be repeated. Return a dict from (numerics,
     stack size) to a list of runs. Numerics are precision, attention kernel and compilation; the stack size is the number of
-    runs that are trained as one model. `requested` are the runs to verify, `published` all published runs, and `recorded` their
-    records (results).
+    runs that are trained as one model.
 
     requested  the runs to verify
     published  all runs with a published record; the runs that were trained as one model with a requested run are found here

@@ -21,14 +21,13 @@ HEADS = ("mean", "max", "min")
 
 def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     """Return a list with the attention map of each transformer block, tensors of shape (batch, heads, tokens, tokens). Row i
-    holds the attention of token i to all tokens. `images` are normalized pixels.
+    holds the attention of token i to all tokens. `model` is a `ViT` with any attention and reduction, or a Vision Transformer
+    of timm. `images` are normalized pixels of shape (batch, channels, height, width).
 
-    `model` is a `ViT` with any attention and reduction, or a Vision Transformer of timm. `images` are normalized pixels of
-    shape (batch, channels, height, width). Rows sum to 1, except for an attention that says otherwise by `rows_sum_to_1 =
-    False` (`SigmoidAttention`, `DifferentialAttention`, `TalkingHeadsAttention`). The map is computed a second time from the
-    same queries and keys; the output of the model still comes from its own attention kernel. The model runs in evaluation mode
-    and is left unchanged. With merging or pruning the number of tokens falls from block to block; `token_shares` says which
-    patches they contain.
+    Rows sum to 1, except for an attention that says otherwise by `rows_sum_to_1 = False` (`SigmoidAttention`,
+    `DifferentialAttention`, `TalkingHeadsAttention`). The map is computed a second time from the same queries and keys; the
+    output of the model still comes from its own attention kernel. The model runs in evaluation mode and is left unchanged. With
+    merging or pruning the number of tokens falls from block to block; `token_shares` says which patches they contain.
 
     Raises   ValueError for no images, and for a block that gives no attention map (the error names the class).
     """
@@ -54,8 +53,7 @@ def token_shares(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 def patch_attention(model: nn.Module, images: Tensor, *, block: int = -1, query: Query = None) -> Tensor:
     """Return the attention of one token (the query) to each patch, for each head of one block, as a tensor (batch, heads, rows,
-    columns). `block` is the number of the block, by default the last one. `query` is the (row, column) of a patch; None selects
-    the class token. `images` are normalized pixels.
+    columns). `images` are normalized pixels.
 
     Rows and columns are those of the patch grid, also after merging. `block` counts from 0, or from the last block if negative.
     `query` is the (row, column) of a patch, from 0. None uses the class token; if the model does not classify by a class token,

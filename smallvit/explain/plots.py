@@ -214,11 +214,10 @@ def check_classes(name: str, numbers: np.ndarray, classes: Sequence[str]):
 
 def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> Figure:
     """Return a matplotlib figure with the confusion matrix of a classifier: rows are true classes, columns are predicted
-    classes. `guesses` and `labels` are the predicted and the true class indices. `classes` holds the class names.
+    classes. `guesses` and `labels` are the numbers of the predicted and of the true class, one per image. `classes` holds the
+    names of the classes.
 
-    Each number in the figure counts images.
-
-    `guesses` and `labels` are class numbers, one per image. The color of a cell is its share of the row: correct predictions
+    Each number in the figure counts images. The color of a cell is its share of the row: correct predictions
     are blue; errors are orange, with a color scale that ends at the most frequent error.
 
     Raises   ValueError for no images, for different numbers of guesses and labels, and for a class without a name.

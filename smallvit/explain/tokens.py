@@ -41,11 +41,10 @@ class Trace(NamedTuple):
 
 def trace(model: nn.Module, images: Tensor) -> Trace:
     """Return a `Trace`, which says which patches of each image a `ViT` has merged or pruned after each of its blocks. `images`
-    are normalized pixels.
+    are normalized pixels of shape (batch, channels, height, width), of any size that the model accepts.
 
-    `images` are normalized pixels of shape (batch, channels, height, width), of any size that the model accepts. The model runs
-    in evaluation mode and is left unchanged. Each patch gets a mark in extra channels behind the channels of its token. The
-    reductions move these channels with the tokens. A patch belongs to the token that holds most of its mark.
+    The model runs in evaluation mode and is left unchanged. Each patch gets a mark in extra channels behind the channels of its
+    token. The reductions move these channels with the tokens. A patch belongs to the token that holds most of its mark.
 
     Raises   ValueError for a model that is not a `ViT`, for no images, and for a reduction that does not move extra channels
              along with a token.
@@ -211,11 +210,11 @@ def draw_token_map(data: dict[str, Any]) -> Figure:
 
 def token_map(model: nn.Module, images: Images, *, blocks: Sequence[int] | None = None) -> Figure:
     """Return a matplotlib figure that shows which patches of images a `ViT` has merged or pruned. Each image gets a row, with
-    one picture for each block. The option `blocks` selects the blocks to show.
+    one picture for each block. `blocks` are the numbers of the blocks to show, from 0; None shows all.
 
-    `blocks` are the numbers of the blocks to show, from 0; None shows all. A patch that is alone in its token is drawn
-    unchanged. Patches that share a token have their mean color and an orange outline. Pruned patches are hatched. The title of
-    a column is the number of tokens that contain patches, or its range where images differ.
+    A patch that is alone in its token is drawn unchanged. Patches that share a token have their mean color and an orange
+    outline. Pruned patches are hatched. The title of a column is the number of tokens that contain patches, or its range where
+    images differ.
 
     token_map(model, mnist().train.take(slice(6)), blocks=(0, 2, 5)).savefig("tokens.png", dpi=200)
 
@@ -226,9 +225,8 @@ def token_map(model: nn.Module, images: Images, *, blocks: Sequence[int] | None 
 
 def count_tokens(groups: np.ndarray) -> str:
     """Return the number of patch tokens that are left after merging and pruning, as text: "12", or a range such as "10–12" if
-    the number differs between images. `groups` holds a number for each patch, equal for merged patches.
-
-    `groups` are the group numbers of the patches, with images along the first axis.
+    the number differs between images. `groups` holds a number for each patch, equal for merged patches, with images along the
+    first axis.
     """
     counts = [len(set(image.flat) - {-1}) for image in groups]
     low, high = min(counts), max(counts)
@@ -237,11 +235,8 @@ def count_tokens(groups: np.ndarray) -> str:
 
 def draw_tokens(ax: Axes, image: np.ndarray, groups: np.ndarray):
     """Draw an image on the matplotlib axes `ax`. Merged patches get their mean color and an outline, and pruned patches are
-    hatched. `groups` holds a number for each patch, equal for merged patches.
-
-    The image has the shape (height, width, 3).
-
-    `groups` are the group numbers of the patches, shape (rows, columns), -1 for a pruned patch.
+    hatched. The image has the shape (height, width, 3). `groups`, shape (rows, columns), holds a number for each patch, equal
+    for merged patches and -1 for a pruned one.
     """
     import numpy as np
     from matplotlib.patches import PathPatch

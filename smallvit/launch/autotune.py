@@ -47,8 +47,7 @@ def autotune(
 ) -> tuple[Numerics, int, str]:
     """Find the fastest way to train `runs` on this machine by measuring a few steps. Return the best `Numerics` (attention
     kernel, precision, compilation), the number of runs to train as one model, and a text. `folder` stores the choice for the
-    next time, `jobs` is the number of worker processes, `device` is, for example, "cpu", and `given` has options that are
-    fixed, such as the precision.
+    next time, `jobs` is the number of worker processes, and `device` is, for example, "cpu".
 
     Tries attention kernels, bf16 (only if all runs use fp32), stacks of seeds and, for long recipes, compilation. The options
     in `given` (fields of `Numerics`, and "stack") are fixed and are not tried. References are not measured.

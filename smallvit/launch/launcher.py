@@ -78,10 +78,6 @@ def launch(
     if wrong := [run for run in runs if not isinstance(run, ArmRun)]:
         raise ValueError(f"runs contains {type(wrong[0]).__name__}; expected ArmRun(run=..., arm=...), as ablate returns")
     check_numerics(numerics, stack)
-
-    def try_again(record: Record) -> bool:
-        return not record.finished and (retry(record) if callable(retry) else retry)
-
     if engine is None:
         device = cuda_for_auto(device)
         gpus = gpus or gpu_workers(None, None, jobs, device)
@@ -93,7 +89,7 @@ def launch(
         out,
         recipe,
         recipe_runs=recipe_runs,
-        try_again=try_again,
+        retry=retry,
         stack=stack,
         full_stacks=validation_only,  # choices by validation images must not depend on the number of workers
         test_images=not validation_only,

@@ -44,7 +44,7 @@ class Scheduler:
     runs         the requested runs
     out, recipe  the runs lie in the folder `out/recipe`
     recipe_runs  all runs of the recipe. A dependency that is one of them keeps its arm and its folder
-    try_again    a function of a record: whether a run that has this record is trained once more
+    retry        whether failed runs are trained again: True, False, or a function of their record
     stack        the largest number of runs that are trained together. These runs differ only in seed, learning rate and number
                  of labels. If they are interrupted, they are trained together again
     full_stacks  train as many runs together as `stack` allows, also if other workers then have nothing to do. Which runs are
@@ -68,7 +68,7 @@ class Scheduler:
         recipe: str,
         *,
         recipe_runs: Iterable[ArmRun] = (),
-        try_again: Callable[[Record], bool] = lambda record: False,
+        retry: bool | Callable[[Record], bool] = False,
         stack: int = 1,
         full_stacks: bool = False,
         test_images: bool = True,
@@ -87,7 +87,7 @@ class Scheduler:
         self.records = [self.existing_record(entry, place) for entry, place in zip(self.runs, self.folders)]
         unfinished = [entry.run for entry, record in zip(self.runs, self.records) if record is None or not record.finished]
         self.unavailable = unavailable_weights(unfinished)
-        untrained = [index for index in self.same_run if is_untrained(self.records[index], try_again)]
+        untrained = [index for index in self.same_run if is_untrained(self.records[index], retry)]
         todo = [index for index in untrained if index < self.requested]
         while more := [index for index in untrained if index not in todo and self.is_needed(index, todo)]:
             todo += more
@@ -333,11 +333,14 @@ class Scheduler:
             self.stopped = True
 
 
-def is_untrained(record: Record | None, try_again: Callable[[Record], bool]) -> bool:
+def is_untrained(record: Record | None, retry: bool | Callable[[Record], bool]) -> bool:
     """Return whether a run is to be trained. `record` is the record (results) that it has, or None. Runs that were interrupted,
-    and runs whose external weights were unavailable, are always tried again; others if `try_again(record)` is True.
+    and runs whose external weights were unavailable, are always tried again. Failed runs are tried again if `retry` is True, or
+    if it is a function that returns True for their record.
     """
-    return record is None or record.status in records.RETRIED or try_again(record)
+    if record is None or record.status in records.RETRIED:
+        return True
+    return not record.finished and (retry(record) if callable(retry) else retry)
 
 
 def dependencies_first(todo: Sequence[int], dependencies: Sequence[dict[str, int]]) -> list[int]:

@@ -104,7 +104,7 @@ def submit(options: argparse.Namespace, recipe: str, out: Path, runs: Sequence[A
 
     def is_left(entry: ArmRun) -> bool:
         try:
-            return is_untrained(recall(entry, out, recipe), lambda record: options.retry and not record.finished)
+            return is_untrained(recall(entry, out, recipe), options.retry)
         except Damaged:
             return True
 

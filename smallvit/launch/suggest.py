@@ -16,8 +16,8 @@ def suggestions(tune: Tune, ranges: dict[str, Range], recipe_values: dict[str, A
     `recipe_values` are the values that the recipe sets; the first trial uses them if they lie in the ranges.
 
     The settings are points of a Sobol sequence, which covers the ranges evenly. All arms get the same points; only the values
-    of an arm's own ranges come from a second sequence. The first trial has the values of the recipe if they lie in the ranges.
-    These values replace the nearest point, so the other points still cover the rest of the ranges.
+    of an arm's own ranges come from a second sequence. The values of the recipe replace the nearest point, so the other points
+    still cover the rest of the ranges.
     """
     own = [name for name in ranges if tune.ranges.get(name) != ranges[name]]
     columns = dict(zip(tune.ranges, zip(*sobol(len(tune.ranges), tune.trials, POINTS_SEED))))

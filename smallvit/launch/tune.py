@@ -190,17 +190,14 @@ def tune_arms(
     **options: Any,
 ) -> list[TunedArm]:
     """Train the trials (settings to try) of several arms (variants), and return the chosen settings of each as a list of
-    `TunedArm`. `todo` is a list of `Candidates`, one for each arm and number of labels. The runs lie in the folder
-    `out/tuning/recipe`. `source` is the recipe file, `jobs` the number of worker processes, `show` is called with each new
-    record, and `options` go to `launch`.
+    `TunedArm`. `todo` is a list of `Candidates`, one for each arm and number of labels, as `candidates` returns them. The runs
+    lie in the folder `out/tuning/recipe`. `source` is the recipe file, `jobs` the number of worker processes, and `show` is
+    called with each new record. The `options` are `stack`, `device` and `numerics`; see `launch`.
 
     Runs that have finished in this folder are not trained again.
 
     If Optuna is installed, the trials are also written to a file of Optuna, `journal.log` in this folder, with one study for
     each arm and number of labels. The test images are not read.
-
-    todo     the trials, as `candidates` returns them
-    options  `stack`, `device` and `numerics`, as for `launch`; so are `recipe`, `source`, `jobs` and `show`
 
     Raises   ValueError if a run fails for another reason than an infinite loss, if all trials of an arm have an infinite loss,
              and if another process tunes this recipe.

@@ -104,9 +104,8 @@ class Objective(nn.Module):
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
         """Return a list of pairs: a group of parameters, and a function that computes the learning rate of this group.
         `function(progress, rate)` returns a fraction of the peak rate; `progress` is the finished fraction of the run, and
-        `rate` is the value of the run's learning-rate schedule. By default there is one group, which follows this schedule.
-
-        `rate` is a fraction of the peak rate too. By default the group holds all parameters.
+        `rate` is the value of the run's learning-rate schedule, a fraction of the peak rate too. By default there is one group
+        of all parameters, which follows this schedule.
         """
         return [(list(self.parameters()), lambda progress, rate: rate)]
 

@@ -96,12 +96,10 @@ class LearnToPrune(Objective):
 
 class LearnThresholds(Objective):
     """An objective that trains only the thresholds for merging and pruning tokens in a trained model (LTMP). The other weights
-    are frozen. The option `budget` is the target for the multiply-adds, as a fraction of the model without merging and pruning.
+    are frozen. The model has `LearnedThresholds` layers.
 
-    The model has `LearnedThresholds` layers.
-
-    budget  the target for the compute of the blocks, as a share of the compute without reduction.
-    weight  the weight of the squared difference between the compute and the budget.
+    budget  the target for the multiply-adds of the blocks, as a share of those without merging and pruning.
+    weight  the weight of the squared difference between the multiply-adds and the budget.
 
     Paper    Bonnaerens, Dambre 2023 (LTMP), arXiv:2305.17328, section 3.3: the cross-entropy plus the budget term. The cost of
              attention depends on the number of tokens before a block's reduction, the cost of the MLP on the number after it;

@@ -108,9 +108,7 @@ def copy_frozen(trained: dict[str, Tensor], new: nn.Module):
 
 def like(name: str, **options) -> Callable[..., ViT]:
     """Return a function that builds a `ViT` with the same architecture as the timm model `name`. Keyword arguments change
-    options of the `ViT`. The weights of the timm model are not loaded.
-
-    The function is a `functools.partial`, made for `Run(model=...)`.
+    options of the `ViT`. The function is a `functools.partial`, made for `Run(model=...)`.
 
     No weights are loaded; `Run(model=like(name), init=Weights(name=name))` loads them. `options` of the `ViT` override the
     shape, such as `tokenizer=partial(PatchEmbed, patch=4)` for small images: `Weights` then resizes the patch kernel and the

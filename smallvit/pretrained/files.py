@@ -84,7 +84,6 @@ def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
 
     The key may be "teacher" (DINO), "state_dict_ema" (timm's training script), "model_ema", "state_dict" or "model". If a file
     has several of them, the first in this order is used: a moving average of the weights (EMA) before the weights themselves.
-    `path` is for the error.
 
     Raises   ValueError if there are no tensors, if two names become equal, and for tensors that are not dense or not floating
              point.

@@ -138,8 +138,7 @@ def fit_stacked(
 ) -> list[Record]:
     """Train several runs that differ only in seed, learning rate and number of labels at the same time, as one model (a stack):
     each weight tensor has an additional first axis, the run. Return the list of their records (settings, results and costs).
-    `folders` has one folder for each run in `runs`, `tags` has their places in the comparison, and `dependencies` has the
-    folders of earlier runs that each run needs.
+    `folders` has one folder for each run in `runs`, and `tags` has their places in the comparison.
 
     The weights agree with those of `fit` up to rounding, and each record says how many runs were stacked. Runs that cannot be
     stacked, or that resume from checkpoints of their own, are trained one after another. `dependencies` are the folders of the

@@ -81,8 +81,7 @@ def groups_of_options(images: "Inspection", minutes: float) -> list[Group]:
         "augmentation": augmentations(images),
         "first layer": (
             Option("patches", {}),
-            *[Option("shifted patches (SPT)", {"tokenizer": SPT}, 1.2, "each piece of the image also sees what is around it")]
-            * (images.patch > 1),
+            Option("shifted patches (SPT)", {"tokenizer": SPT}, 1.2, "each piece of the image also sees what is around it"),
             Option("convolutional stem", {"tokenizer": f"partial(sv.ConvStem, layers={layers})"}, 1.5, f"{FILTERS} in front"),
             *[Option("tokenizer of CCT", {"tokenizer": cct}, 3.5, f"{FILTERS} in front, more than in the convolutional stem")]
             * (minutes >= EXPENSIVE_MINUTES),
@@ -166,15 +165,26 @@ def pretrainings(images: "Inspection") -> tuple[Option, ...]:
     """Return the options for pretraining on the same images without their labels. `images` is what was found in the folder of
     images.
     """
-    views = images.digits or images.unit  # transforms of color expect pixels in [0, 1]
-    colors = "" if images.channels == 3 else ", colour=False"
-    crops = "sv.augment.digit_crops(local=0)" if images.digits else f"sv.augment.photo_crops(local=0{colors})"
-    dino = (
-        "{run}.vary(objective=partial(sv.DINO, koleo=0.1, prototypes=64, momentum=0.97), "
-        f"augment={crops}, unlabelled=True, batch=64, clip=0.0, ema=0.0, evaluators=(sv.knn,))"
-    )
+    dino = "{run}.vary(" + ", ".join(f"{name}={value}" for name, value in dino_settings(images).items()) + ")"
     first = "the model first learns from the images without labels"
+    possible = images.digits or images.unit  # transforms of color expect pixels in [0, 1]
     return (
         Option("random weights", {}),
-        *[Option("DINO on the same images", {"init": dino}, 6.0, first)] * views,
+        *[Option("DINO on the same images", {"init": dino}, 6.0, first)] * possible,
     )
+
+
+def dino_settings(images: "Inspection") -> dict[str, str]:
+    """Return the settings of a run that pretrains a model with DINO, as a dict from name to code. `images` is what was found in
+    the folder of images, on which the views depend.
+    """
+    colors = "" if images.channels == 3 else ", colour=False"
+    return {
+        "objective": "partial(sv.DINO, koleo=0.1, prototypes=64, momentum=0.97)",
+        "augment": "sv.augment." + ("digit_crops(local=0)" if images.digits else f"photo_crops(local=0{colors})"),
+        "unlabelled": "True",
+        "batch": "64",
+        "clip": "0.0",
+        "ema": "0.0",
+        "evaluators": "(sv.knn,)",
+    }
