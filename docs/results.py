@@ -416,14 +416,25 @@ def best_table() -> str:
 def counts() -> str:
     """An item of a list: how many comparisons and verdicts all recipes together have."""
     recipes = [recipe for recipe in published() if any(row.verdict for row in comparison(recipe).main_rows)]
-    rows = [row for recipe in recipes for row in comparison(recipe).main_rows if row.verdict and row.role != "reference"]
+    compared = [(recipe, row) for recipe in recipes for row in comparison(recipe).main_rows]
+    found = [(recipe, row) for recipe, row in compared if row.verdict and row.role != "reference"]
+    rows, distinct = [row for _, row in found], {runs_compared(recipe, row) for recipe, row in found}
+    again = len(rows) - len(distinct)
     decided = [row.difference for row in rows if row.verdict in ("better", "worse")]
     fragile = sum(d.fragile for d in decided)
     unknown = sum(map(may_be_fragile, decided)) - fragile
     return (
         f"- The {len(recipes)} recipes with verdicts together have {len(rows)} comparisons. Of these, {len(decided)} have the "
         f"verdict *better* or *worse*. At least {fragile} of these verdicts are fragile; for {unknown} more, older records do "
-        "not show it."
+        f"not show it. {again} of the comparisons are in two recipes with equal runs."
+    )
+
+
+def runs_compared(recipe: str, row: Row) -> frozenset[tuple[bool, str]]:
+    """The fingerprints of the runs that a row compares, each with whether it is one of the arm: equal for equal comparisons."""
+    of_condition = [record for record in records_of(recipe) if condition_of(record) == row.condition and record.finished]
+    return frozenset(
+        (record.arm == row.arm, record.fingerprint) for record in of_condition if record.arm in (row.arm, row.baseline)
     )
 
 
