@@ -75,8 +75,9 @@ def rows(text: str) -> list[dict]:
 # One run
 
 
-def test_table_has_file_class_and_probabilities(arm, images, capsys):
-    assert main(["predict", str(arm / "seed0"), str(images)]) == 0
+@pytest.mark.parametrize("output", [[], ["-o", "-"]], ids=["", "-o -"])
+def test_table_has_file_class_and_probabilities(output, arm, images, capsys):
+    assert main(["predict", str(arm / "seed0"), str(images), *output]) == 0
     printed = rows(capsys.readouterr().out)
     model = load(arm / "seed0")
     files = sorted(map(str, images.rglob("[0-9].png")))

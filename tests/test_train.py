@@ -109,6 +109,19 @@ def test_fit_trains_also_where_the_caller_has_switched_off_gradients(without_gra
 
 
 @pytest.mark.parametrize(
+    ("evaluator", "message"),
+    [
+        (partial(linear_probe, of="mean", layers=9), "layers is 9; expected from 1 to 2, the number of blocks of this model"),
+        (partial(knn, of="class token"), "this ViT has no class token"),
+    ],
+)
+def test_features_that_the_model_does_not_have_are_refused_before_the_training(evaluator, message, tmp_path):
+    run = SHORT.vary(pool=MeanTokens, evaluators=(accuracy, evaluator))
+    with pytest.raises(ValueError, match=message):
+        fit(run, tmp_path, watch=lambda *_: pytest.fail("a step was taken"))
+
+
+@pytest.mark.parametrize(
     ("device", "message"),
     [
         ("gpu", "device is 'gpu'; expected cpu, cuda, mps or auto"),

@@ -41,7 +41,7 @@ def main(options: argparse.Namespace) -> int:
     for reason in predictions.broken.values():
         print(f"skipped: {reason}", file=sys.stderr)
     text = table(predictions, model.classes)
-    if options.output is None:
+    if options.output in (None, "-"):
         print(text, end="")
         return 0
     content = text.encode("utf-8", "surrogateescape")
@@ -54,9 +54,9 @@ def main(options: argparse.Namespace) -> int:
 
 def check_output(output: str | None, files: Sequence[str]):
     """Raise ValueError if the table must not be written to the file `output`: it is a folder, it has the suffix of an image, or
-    it is one of the images `files`. None stands for the standard output.
+    it is one of the images `files`. None and "-" stand for the standard output.
     """
-    if output is None:
+    if output in (None, "-"):
         return
     is_folder = Path(output).is_dir()
     if is_folder or looks_like_image(output) or os.path.realpath(output) in map(os.path.realpath, files):

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cache import cached_features
 from .declare import Declaration, declaration, evaluator
-from .hooks import features, frozen
+from .hooks import check_features_exist, features, frozen
 from .metrics import METRICS, auc, balanced_accuracy, calibration, confusion, log_loss, macro_f1, probe_metric, reliability
 from .probes import few_shot, knn, linear_probe
 from .scores import accuracy, augmented_accuracy, cost, predictions
@@ -66,6 +66,7 @@ __all__ = [
     "balanced_accuracy",
     "cached_features",
     "calibration",
+    "check_features_exist",
     "confusion",
     "cost",
     "declaration",

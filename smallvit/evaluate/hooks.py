@@ -94,6 +94,17 @@ def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Ten
     return partial(token_features, model, of, layers, norm == "after")
 
 
+def check_features_exist(model: Any, evaluators: Iterable[Callable]):
+    """Raise ValueError if one of the evaluators (functions that score a model) reads features that the model does not have, as
+    those of ten blocks. It is called before the training. Evaluators without the options `of`, `layers` and `norm` are not
+    checked.
+    """
+    for evaluator in evaluators:
+        chosen = {name: option.default for name, option in signature(evaluator).parameters.items()}
+        if chosen.keys() >= {"of", "layers", "norm"}:
+            feature_reader(model, chosen["of"], chosen["layers"], chosen["norm"])
+
+
 def check_place(of: Any, layers: Any, norm: Any):
     """Raise ValueError if no model has features at this place. `of`, `layers` and `norm` are the options of `features`."""
     if of not in ("head", *TOKENS) or norm not in ("after", "before"):

@@ -16,7 +16,7 @@ from smallvit.augment.check import check_labels_kept
 from smallvit.components import describe_value, function
 from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
 from smallvit.data.dataset import current_content
-from smallvit.evaluate import Splits, declaration
+from smallvit.evaluate import Splits, check_features_exist, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics, full_float32, torch_defaults
 from smallvit.passes import check_same_fold
@@ -247,6 +247,7 @@ def prepare_training(
         if validation_only and not len(subset.val) and data.test.count:
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
+        check_features_exist(training.model, run.evaluators)
         for transforms in training.objective.unlabelled.views if training.pool is not None else ():
             check_labels_kept(transforms, data.spec)
         training.curves = curves
