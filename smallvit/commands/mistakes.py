@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,26 +135,36 @@ def check_same_images(pairs: Sequence[tuple[ArmRun, Record]]):
             )
 
 
+def predictions_of(entries: Sequence[ArmRun], out: Path, recipe: str) -> "Iterator[tuple[Images, list[int], Tensor]]":
+    """Let finished runs predict the classes of their test images again. Yield for each run the images; their positions in the
+    test set or, in a cross-validation, among all images of the data set; and the class probabilities, shape (images, classes).
+    `entries` are the runs, `out` is the folder of all results, and `recipe` is the name of the recipe.
+    """
+    from smallvit.evaluate import predictions
+    from smallvit.train import load
+
+    for entry in entries:
+        data = entry.run.data().at_seed(entry.run.seed)
+        images = data.test.open()
+        positions = range(len(images)) if data.fold is None else data.fold.positions.tolist()
+        yield images, [*positions], predictions(load(folder(entry, out, recipe)).model, images)
+
+
 def find_mistakes(entries: Sequence[ArmRun], out: Path, recipe: str) -> list[Mistake]:
     """Return the predictions for each test image, in the order of the test set, as a list. `entries` are the runs of one arm
     (variant), `out` is the folder of all results, and `recipe` is the name of the recipe.
 
     Raises ValueError for runs whose head was not trained on labels.
     """
-    from smallvit.evaluate import predictions
-    from smallvit.train import load
     from smallvit.train.trained_model import trains_classifier
 
-    found: dict[int, Mistake] = {}
     for entry in entries:
         if not trains_classifier(entry.run):
             raise ValueError(f"the head of {entry.arm!r} was not trained on labels, so it predicts nothing; choose another arm")
-        data = entry.run.data().at_seed(entry.run.seed)
-        images: Images = data.test.open()
-        index = range(len(images)) if data.fold is None else data.fold.positions.tolist()
-        probabilities = predictions(load(folder(entry, out, recipe)).model, images)
+    found: dict[int, Mistake] = {}
+    for images, positions, probabilities in predictions_of(entries, out, recipe):
         guesses = probabilities.argmax(1).tolist()
-        for place, image in enumerate(index):
+        for place, image in enumerate(positions):
             if image not in found:
                 name = name_of(images, place, image)
                 true = images.spec.classes[int(images.labels[place])]

@@ -135,7 +135,8 @@ class Scheduler:
         again.
         """
         found: dict[int, list[int]] = {}
-        for names in [names for index in self.queue if self.stack > 1 and (names := checkpoint_runs(self.folders[index]))]:
+        for place in [self.folders[index] for index in self.queue] if self.stack > 1 else []:
+            names = checkpoint_runs(place)  # none without a checkpoint
             waiting = {fingerprint(self.runs[index].run): index for index in self.queue if index not in found}
             if 1 < len(names) <= self.stack and waiting.keys() >= set(names):
                 group = [waiting[name] for name in names]

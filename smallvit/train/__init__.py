@@ -11,6 +11,7 @@ trace.py          hashes of the first steps, by which two trainings are compared
 initialize.py     the objective before its first step, with new, earlier or external weights
 stack.py          Stack: runs that differ only in seed, learning rate and number of labels, trained together as one model
 parallel.py       fit_parallel: one run trained by several processes or GPUs
+failures.py       what an error says about the machine: too little memory, or a lost GPU
 publish.py        writing the weights and the record of a finished run; the first process that finishes it wins
 trained_model.py  load, TrainedModel: predictions of a finished run
 """

@@ -4,7 +4,7 @@ All results are computed from predictions for images on which the models were no
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +122,7 @@ def doubts(
     orders, such as the margin between the two classes and the thresholds of confident learning.
 
     predictions: the class probabilities of images on which the models were not trained, as an array (models, images, classes),
-    with NaN where a model did not predict an image. Or a list with one item for each model: pairs (index of the image,
-    probabilities)
+    with NaN where a model did not predict an image
     labels: the given class of each image, as a number from 0
     classes: names of the classes; None: their numbers
     names: names of the images, such as file names; None: their indices
@@ -221,8 +220,7 @@ def _checked(predictions: Any, labels: Any, classes: Sequence[str] | None) -> tu
     given = np.asarray(labels)
     if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
         raise ValueError(f"labels of shape {given.shape} and type {given.dtype}; expected a whole number for each image")
-    found = predictions if hasattr(predictions, "shape") else _table(predictions, len(given))
-    found = np.asarray(found, dtype=float)
+    found = np.asarray(predictions, dtype=float)
     if found.ndim != 3 or found.shape[1] != len(given):
         raise ValueError(f"predictions of shape {found.shape}; expected (models, images, classes), with {len(given)} images")
     if found.shape[2] < 2 or (classes is not None and len(classes) != found.shape[2]):
@@ -236,23 +234,6 @@ def _checked(predictions: Any, labels: Any, classes: Sequence[str] | None) -> tu
     if not np.allclose(found.sum(2)[~missing[..., 0]], 1, atol=1e-3) or np.nanmin(found) < 0:
         raise ValueError("the probabilities of an image do not sum to 1; expected probabilities, not logits")
     return found, given
-
-
-def _table(predictions: Iterable[Iterable[tuple[int, Any]]], images: int) -> Any:
-    """Return lists of pairs (position of the image, probabilities), one list for each model, as an array with NaN."""
-    import numpy as np
-
-    pairs = [[(int(image), np.asarray(p, dtype=float)) for image, p in of_model] for of_model in predictions]
-    sizes = {p.shape for of_model in pairs for _, p in of_model}
-    if len(sizes) != 1 or len(size := sizes.pop()) != 1:
-        raise ValueError("the predictions have no or different numbers of classes; expected one probability for each class")
-    found = np.full((len(pairs), images, *size), np.nan)
-    for model, of_model in enumerate(pairs):
-        for image, p in of_model:
-            if not 0 <= image < images:
-                raise ValueError(f"a prediction for image {image}; expected positions from 0 to {images - 1}")
-            found[model, image] = p
-    return found
 
 
 def _names(names: Sequence[str] | None, count: int) -> list[str]:

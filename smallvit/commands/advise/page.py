@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smallvit.ablation import ArmRun
-from smallvit.launch.results import folder as folder_of_run
 from smallvit.record import Record
 from smallvit.report.class_figures import confusion_matrices
 from smallvit.report.drawing import DARK, LIGHT
@@ -21,6 +20,7 @@ from smallvit.storage import write_text
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
 
+from ..mistakes import name_of, predictions_of
 from .answer import answer, any_learned, goodness, interval, main_rows, model_to_keep, names_of, number
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
@@ -60,31 +60,22 @@ def judged_images(entries: Sequence[ArmRun], out: Path, recipe: str) -> Judged:
     """
     import numpy as np
 
-    from smallvit.evaluate import predictions
-    from smallvit.train import load
-
-    from ..mistakes import name_of
-
-    found: dict[str, int] = {}
-    labels, pixels, rows = [], [], []
+    found: dict[int, int] = {}  # position of an image -> its row
+    names, labels, pixels, rows = [], [], [], []
     classes: tuple[str, ...] = ()
-    for entry in entries:
-        images = entry.run.data().at_seed(entry.run.seed).test.open()
+    for images, positions, probabilities in predictions_of(entries, out, recipe):
         classes = images.spec.classes
-        probabilities = predictions(load(folder_of_run(entry, out, recipe)).model, images)
-        places = []
-        for place in range(len(images)):
-            name = name_of(images, place, place)
-            if name not in found:
-                found[name] = len(found)
+        for place, position in enumerate(positions):
+            if position not in found:
+                found[position] = len(found)
+                names.append(name_of(images, place, position))
                 labels.append(int(images.labels[place]))
                 pixels.append(images.pixels(slice(place, place + 1))[0])
-            places.append(found[name])
-        rows.append((places, np.asarray(probabilities)))
+        rows.append(([found[position] for position in positions], np.asarray(probabilities)))
     table = np.full((len(rows), len(found), len(classes)), np.nan)
     for model, (places, values) in enumerate(rows):
         table[model, places] = values
-    return Judged([*found], np.array(labels), classes, table, pixels)
+    return Judged(names, np.array(labels), classes, table, pixels)
 
 
 def write_page(
