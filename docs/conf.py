@@ -39,6 +39,7 @@ autodoc_preserve_defaults = True
 def setup(app):
     """Write the generated pages before Sphinx reads the sources, and convert docstrings to reStructuredText."""
     generate.write_pages()
+    app.connect("source-read", generate.change_links)
     app.connect("autodoc-process-docstring", generate.process_docstring)
     app.connect("autodoc-process-signature", generate.process_signature)
     app.connect("autodoc-skip-member", generate.skip_member)

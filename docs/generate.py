@@ -2,11 +2,13 @@
 
     python docs/generate.py
 
-`conf.py` calls `write_pages` at every build. The generated files are not committed.
+`conf.py` calls `write_pages` at every build. The generated files are not committed. So the links of the pages in `docs/` lead
+to the committed files from which they are made, and `with_generated_links` changes these links in the site.
 """
 
 import ast
 import dataclasses
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -91,10 +93,37 @@ def notebooks() -> list[Path]:
     return sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def generated_pages() -> list[str]:
-    """The paths of all generated pages, relative to `docs/`."""
-    pages = [f"reference/{module}.md" for module in ("index", *MODULES)] + [f"recipes/{name}.md" for name in reports()]
-    return pages + [f"notebooks/{path.name}" for path in notebooks()]
+def generated_pages() -> dict[str, str]:
+    """The paths of all generated pages, relative to `docs/`, each with the committed file from which it is made."""
+    code = {"index": "__init__.py"}
+    for module in MODULES:
+        code[module] = f"{module}.py" if (ROOT / "smallvit" / f"{module}.py").exists() else f"{module}/__init__.py"
+    return (
+        {f"reference/{name}.md": f"smallvit/{file}" for name, file in code.items()}
+        | {f"recipes/{name}.md": f"recipes/{name}.md" for name in reports()}
+        | {f"notebooks/{path.name}": f"notebooks/{path.name}" for path in notebooks()}
+    )
+
+
+LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?=#[^)]*\)|\))")
+
+
+def with_generated_links(text: str, page: str) -> str:
+    """The text of a page of `docs/` in which links to committed files lead to the pages of the site that are made of them.
+    `page` is its path, relative to `docs/`.
+    """
+    pages, folder = {ROOT / file: DOCS / name for name, file in generated_pages().items()}, (DOCS / page).parent
+
+    def lead(match: re.Match) -> str:
+        target = Path(os.path.normpath(folder / match["path"]))
+        return os.path.relpath(pages[target], folder) if target in pages else match["path"]
+
+    return LINK.sub(lead, text)
+
+
+def change_links(app, page: str, source: list[str]):
+    """Change the links of a page before Sphinx reads it, in place (an event handler)."""
+    source[0] = with_generated_links(source[0], page)
 
 
 def write_pages():

@@ -37,7 +37,7 @@ def plain_markdown(text: str) -> str:
     """The report as Markdown for pandoc: without comments, links to other pages of the site, and pictures for a dark screen."""
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)\{\.only-dark\}\n?|\{\.only-light\}", "", text)
-    text = re.sub(r"\[(\w+)\]\(recipes/\w+\.md\)", r"`\1`", text)  # the name of a recipe
+    text = re.sub(r"\[(\w+)\]\(\.\./recipes/\w+\.md\)", r"`\1`", text)  # the name of a recipe
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 

@@ -361,7 +361,7 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     steps = max(record.steps or 0 for record in records_of(recipe) if record.arm == baseline[labels[0]].arm)
     table = markdown_table(lines)
     if page == "report.md":
-        return table, f"{steps:,} steps, {seeds} seeds. The full report is [{recipe}](../recipes/{recipe}.md)."
+        return table, f"{steps:,} steps, {seeds} seeds. The full report is [{recipe}](../../recipes/{recipe}.md)."
     cost = "Costs are multiples of those of the arm that the row is compared with. " * bool(costs)
     cost += "MACs: multiply-adds for an image. " * ("macs" in costs)
     cost += "Speed-up: against the same model without reduction. " * faster
@@ -376,7 +376,7 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
         f"Verdicts are corrected for all comparisons of the recipe; the intervals are not. {fragile * (FRAGILE in table)}"
         f"{perhaps * (PERHAPS in table)}"
         f"{tuned * any(row.condition.tuned is True for row in shown)}{seeds} seeds. The full report is "
-        f"[{recipe}](../recipes/{recipe}.md)."
+        f"[{recipe}](../../recipes/{recipe}.md)."
     )
     return table, note
 
@@ -409,7 +409,7 @@ def best_table() -> str:
         recipe, _, how = BEST[labels, unlabelled]
         cells = [f"{100 * row.mean:.1f}%", f"{100 * min(row.values):.1f}%, {100 * max(row.values):.1f}%", cnn]
         further = f"{ALL_DIGITS:,}" if unlabelled else "none"
-        lines.append([f"{labels:,}", further, f"{how} ([{recipe}](recipes/{recipe}.md))", *cells])
+        lines.append([f"{labels:,}", further, f"{how} ([{recipe}](../recipes/{recipe}.md))", *cells])
     return markdown_table(lines)
 
 
@@ -436,6 +436,12 @@ def runs_compared(recipe: str, row: Row) -> frozenset[tuple[bool, str]]:
     return frozenset(
         (record.arm == row.arm, record.fingerprint) for record in of_condition if record.arm in (row.arm, row.baseline)
     )
+
+
+def reports(names: Iterable[str]) -> str:
+    """A list of the reports of recipes, each with the question of the recipe."""
+    questions = {name: load_recipe(ROOT / "recipes" / f"{name}.py").__doc__.splitlines()[0] for name in names}
+    return "\n".join(f"- [{name}](../../recipes/{name}.md): {question}" for name, question in questions.items())
 
 
 def published() -> list[str]:
@@ -566,7 +572,7 @@ def settings_tables() -> str:
             both = ((one.difference, one.verdict) for one in (common[row.arm, row.labels], row))
             shown = [judged(d.mean, d.low, d.high, verdict) for d, verdict in both]
             lines.append([name_of(row), f"{row.labels:,}", first, *shown])
-        blocks.append(f"### {about} ([{recipe}](../recipes/{recipe}.md))\n\n" + markdown_table(lines))
+        blocks.append(f"### {about} ([{recipe}](../../recipes/{recipe}.md))\n\n" + markdown_table(lines))
     summary = f"{changed} of {counted} verdicts changed from the short runs at one learning rate to the long, tuned runs."
     return "\n\n".join([summary, *blocks])
 
@@ -610,15 +616,15 @@ def recipes_table(recipes: Iterable[str]) -> str:
         labels = ", ".join(f"{n:,}" if n else "all" for n in dict.fromkeys(row.labels for row in rows if row.arm == first.arm))
         tuned = "tuned" if first.condition.tuned else "not tuned"
         parameters = f"{round(first.budget['params'], -3):,.0f}"
-        linked = f"[{recipe}](recipes/{recipe}.md)"
+        linked = f"[{recipe}](../recipes/{recipe}.md)"
         lines.append([linked, parameters, f"{longest:,}", f"{batch}", f"{len(first.seeds)}", labels, tuned])
     return markdown_table(lines)
 
 
 def in_report(text: str) -> str:
     """The text of docs/report.md with links that are right there, and its tables of recipes and of frozen features."""
-    text = text.replace("](../recipes/", "](recipes/")
-    recipes = re.findall(r"\]\(recipes/(\w+)\.md\)", with_block(text, "recipes", ""))
+    text = text.replace("](../../recipes/", "](../recipes/")
+    recipes = re.findall(r"\]\(\.\./recipes/(\w+)\.md\)", with_block(text, "recipes", ""))
     text = with_block(text, "recipes", recipes_table(dict.fromkeys(recipes)))
     text = with_block(with_block(text, "best", best_table()), "counts", counts())
     return with_block(text, "frozen", frozen_table())
@@ -653,6 +659,9 @@ def written() -> Iterable[tuple[Path, str]]:
     output = with_block(readme.read_text(encoding="utf-8"), "quickstart output", quickstart_output())
     yield readme, with_block(output, "results", table())
     docs = ROOT / "docs"
+    index = docs / "recipes" / "index.md"
+    text = index.read_text(encoding="utf-8")
+    yield index, with_block(text, "reports", reports(re.findall(r"^\w+$", text.partition("{toctree}")[2], re.MULTILINE)))
     settings = docs / "explanation" / "settings.md"
     yield settings, with_block(settings.read_text(encoding="utf-8"), "settings", settings_tables())
     probes = docs / "howto" / "probe_features.md"

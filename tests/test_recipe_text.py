@@ -194,7 +194,7 @@ def unfounded(page: str, results) -> list[str]:
     """The decimal numbers of a page that are no result of the recipes to which their paragraph links."""
     wrong = []
     for paragraph in paragraphs(page):
-        linked = re.findall(r"\]\(recipes/(\w+)\.md\)", paragraph)
+        linked = re.findall(r"\]\(\.\./recipes/(\w+)\.md\)", paragraph)
         kinds: dict[str, list] = {}
         for recipe in linked:
             for kind, values in results(REPORT.parents[1] / "recipes" / f"{recipe}.py").items():
