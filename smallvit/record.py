@@ -78,7 +78,7 @@ class Record:
     test: dict | None = None  # results on the test images, name -> number
     probes: list | None = None  # names in `test` that come from probes of frozen features
     lower_is_better: bool | None = None  # whether a lower score is better, as for a loss; None: a higher one is
-    correct: str | None = None  # which test images (or, without `test`, validation images) the score counts as right
+    correct: str | None = None  # which test images (or, without `test`, validation images) are right, if it is known
     contributions: str | None = None  # one number for each of these images whose mean is the score, if it is no accuracy
     confusion: list | None = None  # number of test images by true class (rows) and predicted class (columns)
     reliability: list | None = None  # [images, mean confidence, accuracy] in each of 15 equal bins of the confidence
@@ -225,6 +225,8 @@ class Record:
             values = unpack(text, count or 0)
         except ValueError as error:
             raise ValueError(f"{run}: {name} does not fit {count} {images} images: {error}; train it again") from error
+        if name == "correct" and self.contributions is not None:  # the score is no accuracy
+            return values
         mean, rounding = float(values.mean()), 1e-9 if name == "correct" else 1e-6 * max(1.0, float(abs(values).max()))
         if abs(mean - value) > rounding:
             found = f"{mean:.6f} of the {count} {images} images are right in correct"

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from smallvit.evaluate.metrics import balanced_accuracy_of
 from smallvit.packing import pack_bits, pack_floats
 from smallvit.recipe import find_recipe
 from smallvit.record import Record
@@ -545,7 +546,42 @@ def test_disagreements_are_counted_for_each_seed_and_image():
     assert f"{position:>8,}{gained:>12,}{lost:>13,}" in text
 
 
-def test_disagreements_of_runs_that_are_judged_by_their_balanced_accuracy():
+def balanced(rows: list[Record], counts: tuple[int, ...]) -> list[Record]:
+    """The records judged by the balanced accuracy, for classes of so many images."""
+    labels, found = np.repeat(np.arange(len(counts)), counts), []
+    for r in rows:
+        guesses = np.where(r.correct_bits, labels, (labels + 1) % len(counts))
+        score = balanced_accuracy_of(np.eye(len(counts))[guesses], labels)
+        values = {"contributions": pack_floats(score.values), "correct": pack_bits(score.right)}
+        matrix = [np.bincount(guesses[labels == c], minlength=len(counts)).tolist() for c in range(len(counts))]
+        found.append(replace(r, score="balanced_accuracy", test={"balanced_accuracy": float(score)}, confusion=matrix, **values))
+    return found
+
+
+def test_interval_of_a_balanced_accuracy_is_that_of_its_classes():
+    """The weights of the classes do not vary from one test set to the next."""
+    rows = balanced(records({"scratch": -0.05}, noise=0), (900, 100))
+    bits = np.array([r.correct_bits for r in rows])
+    row = row_of(rows, "scratch")
+    low, high = row.new_images
+    shares = [bits[:, :900].mean(), bits[:, 900:].mean()]
+    expected = 1.96 * np.sqrt(sum(p * (1 - p) / n for p, n in zip(shares, (900, 100)))) / 2
+    assert (high - low) / 2 == pytest.approx(expected, rel=0.15)
+
+
+def test_equal_balanced_accuracies_exclude_no_difference():
+    rows = balanced(records({"scratch": 1, "+A": 1}, seeds=8, images=60), (20, 40))
+    d = row_of(rows, "+A").difference
+    assert d.mean == 0 and d.variance.unseen and d.high > 0.06 and d.low < -0.06
+    assert row_of(records({"scratch": 1, "+A": 1}, seeds=8, images=60), "+A").difference.high < d.high
+
+
+def test_disagreements_need_the_bits_of_a_balanced_accuracy():
+    rows = records({"scratch": 0, "+A": 0.03}, seeds=3)
+    assert disagreements(balanced(rows, (700, 300)), "+A", "scratch") == disagreements(rows, "+A", "scratch")
+
+
+def test_disagreements_of_older_runs_that_are_judged_by_their_balanced_accuracy():
     """An image that is right has a value above 0; for other scores the values do not say it."""
     rows, weights = records({"scratch": 0, "+A": 0.03}, seeds=3), np.linspace(0.5, 1.5, IMAGES)
     (expected,) = disagreements(rows, "+A", "scratch")

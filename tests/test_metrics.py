@@ -171,7 +171,7 @@ def test_the_values_of_the_images_have_the_score_as_their_mean(options, metric):
 
 
 @pytest.mark.parametrize("name", slow_but(("two classes", "rare class"), ["four classes", "two classes", "rare class", "at chance", "certain"]))
-@pytest.mark.parametrize("metric", [macro_f1, auc], ids=lambda metric: metric.__name__)
+@pytest.mark.parametrize("metric", [balanced_accuracy, macro_f1, auc], ids=lambda metric: metric.__name__)
 def test_values_are_those_of_leaving_out_each_image(name, metric):
     model, splits = case(**CASES[name])
     y, p, guess = known(model, splits)
@@ -183,6 +183,9 @@ def test_values_are_those_of_leaving_out_each_image(name, metric):
             others = [c for c in range(p.shape[1]) if c != y[i]]
             areas = [sk.roc_auc_score(y[rest] == c, p[rest, c]) for c in others] + [0.5]
             without.append(np.mean(areas) if p.shape[1] > 2 else 0.5)
+        elif metric is balanced_accuracy:
+            of_class = [guess[rest & (y == c)] == c for c in range(p.shape[1])]
+            without.append(np.mean([right.mean() if len(right) else 0.5 for right in of_class]))
         else:
             without.append(expected(metric.__name__, y[rest], p[rest], guess[rest]))
     pseudo = n * expected(metric.__name__, y, p, guess) - (n - 1) * np.array(without)
@@ -200,7 +203,7 @@ def test_the_spread_of_the_values_is_that_of_new_test_images(metric):
         scores.append(float(score))
         errors.append(score.values.std(ddof=1) / math.sqrt(250))
     ratio = np.sqrt(np.mean(np.square(errors))) / np.std(scores)
-    assert 0.88 < ratio < (1.12 if metric is not balanced_accuracy else 2.5)  # balanced accuracy: on the safe side
+    assert 0.88 < ratio < 1.12
 
 
 def test_the_loss_of_an_image_is_its_own():
@@ -214,7 +217,8 @@ def test_an_image_counts_for_its_class():
     model.logits = nn.Parameter(torch.tensor([[1.0, 0], [0, 1.0], [1.0, 0], [1.0, 0]]))
     images = Images(splits.test.images, torch.tensor([0, 1, 0, 0]), splits.test.spec)
     score = first(balanced_accuracy, model, splits._replace(test=images))
-    assert score == 1 and score.values == pytest.approx([2 / 3, 2, 2 / 3, 2 / 3])
+    assert score == 1 and score.values == pytest.approx([0.8125, 1.5625, 0.8125, 0.8125]), "the second one is alone in its class"
+    assert score.right.all()
 
 
 # Use

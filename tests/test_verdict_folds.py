@@ -20,7 +20,7 @@ from smallvit import ArmRun, Run, SmallCNN, ablate, accuracy, folder, knn, log_l
 from smallvit.commands.mistakes import find_mistakes, image_names
 from smallvit.data import arrays
 from smallvit.data.folds import draw_folds
-from smallvit.evaluate.metrics import auc_without, jackknife, macro_f1_without
+from smallvit.evaluate.metrics import auc_without, balanced_accuracy_of, jackknife, macro_f1_without
 from smallvit.launch.results import folder as folder_of
 from smallvit.packing import pack_bits, pack_floats
 from smallvit.record import CHECKPOINT, Record
@@ -611,11 +611,6 @@ def accuracy_of(found, labels) -> np.ndarray:
     return (found.argmax(1) == labels).astype(float)
 
 
-def balanced_accuracy_of(found, labels) -> np.ndarray:
-    counts = np.bincount(labels)
-    return (found.argmax(1) == labels) * (len(labels) / (len(counts) * counts[labels]))
-
-
 def macro_f1_of(found, labels) -> np.ndarray:
     from sklearn.metrics import f1_score
 
@@ -631,7 +626,7 @@ def auc_of(found, labels) -> np.ndarray:
     return jackknife(float(score), auc_without(labels, found))
 
 
-SCORES = {"accuracy": accuracy_of, "balanced accuracy": balanced_accuracy_of, "macro F1": macro_f1_of, "AUC": auc_of}
+SCORES = {"accuracy": accuracy_of, "balanced accuracy": lambda found, labels: balanced_accuracy_of(found, labels).values, "macro F1": macro_f1_of, "AUC": auc_of}
 
 
 def below(p: float | None) -> bool:

@@ -56,8 +56,9 @@ def balanced_accuracy(model: nn.Module, splits: Splits) -> NamedScores:
     """Evaluator (a function that scores a model): yield the balanced accuracy of the model on the test images: the accuracy of
     each class, averaged over the classes. Each class counts the same, however many images it has. `splits` holds the images.
 
-    The number is named `balanced_accuracy`. It equals `sklearn.metrics.balanced_accuracy_score`. The value of an image is
-    n / (k x images of its class) if it is classified correctly, else 0; the mean of these values is the score.
+    The number is named `balanced_accuracy`. It equals `sklearn.metrics.balanced_accuracy_score`. The values of the images are
+    those of the jackknife, as in `macro_f1`. Where a class has a single test image, its accuracy without this image counts as
+    0.5.
 
     Raises   ValueError if a class has no image among the test images, and the errors of `accuracy`.
     """
@@ -72,8 +73,11 @@ def balanced_accuracy_of(found: "np.ndarray", labels: "np.ndarray") -> PerImage:
     from sklearn.metrics import balanced_accuracy_score
 
     predicted, counts = found.argmax(1), np.bincount(labels)
-    values = (predicted == labels) * (len(labels) / (len(counts) * counts[labels]))
-    return PerImage(values, float(balanced_accuracy_score(labels, predicted)))
+    right, score = predicted == labels, float(balanced_accuracy_score(labels, predicted))
+    hits = np.bincount(labels, weights=right)
+    others = np.divide((hits[labels] - right), counts[labels] - 1, out=np.full(len(labels), 0.5), where=counts[labels] > 1)
+    without = score + (others - (hits / counts)[labels]) / len(counts)
+    return PerImage(jackknife(score, without), score, right)
 
 
 @evaluator(head=True, needs=require_every_class)

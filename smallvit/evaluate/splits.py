@@ -33,6 +33,8 @@ class PerImage(float):
     score    the exact score; None means the mean of the values. Give it where the score is no plain mean, such as the area
              under a ROC curve. The values are then contributions: how much each image adds to the score, shifted so that their
              mean is the score.
+    right    which images are classified correctly, one boolean each, if the values do not say it. The record keeps them, and
+             `smallvit report --disagreements` uses them.
 
     If an evaluator yields such a score first, the record of the run keeps the values: as bits if they are 0 or 1 (see
     `Record.correct`), else as numbers. Then verdicts also take into account that the test images are a random sample.
@@ -42,8 +44,9 @@ class PerImage(float):
     """
 
     values: Any
+    right: Any
 
-    def __new__(cls, values: Any, score: float | None = None) -> "PerImage":
+    def __new__(cls, values: Any, score: float | None = None, right: Any = None) -> "PerImage":
         tensor = torch.as_tensor(values).detach().cpu()
         array = (tensor.double() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         if array.ndim != 1 or not array.size:
@@ -54,12 +57,12 @@ class PerImage(float):
         if score is not None and not abs(mean - score) <= 1e-6 * max(1.0, abs(score)):
             raise ValueError(f"the values have the mean {mean:.6g}, the score is {score:.6g}; expected values with this mean")
         result = super().__new__(cls, mean if score is None else score)
-        result.values = array
+        result.values, result.right = array, right
         return result
 
     def __getnewargs__(self) -> tuple:
         """Return the arguments from which `copy` and `pickle` create an equal object."""
-        return self.values, float(self)
+        return self.values, float(self), self.right
 
 
 def refuse_tensor(images: Any):

@@ -170,7 +170,8 @@ def test_differences(old: Record, new: Record) -> list[str]:
     10,000 changes. An old record may lack the list of correctly classified images.
     """
     found = []
-    if not (equal_up_to_rounding(old.result, new.result) if old.correct is None else old.result == new.result):
+    exact = old.correct is not None and old.contributions is None  # an accuracy
+    if not (old.result == new.result if exact else equal_up_to_rounding(old.result, new.result)):
         found.append(f"score {result_text(new)} instead of {result_text(old)}")
     before, now = old.test or {}, new.test or {}
     for name in {**before, **now}:

@@ -105,8 +105,8 @@ def evaluation_numerics(model: nn.Module, numerics: Numerics, images: Images) ->
 def packed(score: PerImage, count: int, source: str) -> dict:
     """Return the value of each image as text, in a dict with one field of the record (results) of a run. `score` has one value
     for each image. If all are 1 (right) or 0 (wrong), the field is `correct`, with one bit for each image. Otherwise it is
-    `contributions`, with one number of 4 bytes each. `count` is the number of images, and `source` names the score in error
-    messages.
+    `contributions`, with one number of 4 bytes each, and `correct` too if the score knows which images are right. `count` is
+    the number of images, and `source` names the score in error messages.
 
     Raises ValueError if the number of values is not the number of images.
     """
@@ -115,7 +115,8 @@ def packed(score: PerImage, count: int, source: str) -> dict:
         raise ValueError(f"{source} with {len(values)} values for {count} images; expected one for each, in their order")
     if ((values == 0) | (values == 1)).all():
         return {"correct": packing.pack_bits(values)}
-    return {"contributions": packing.pack_floats(values)}
+    right = {} if score.right is None else {"correct": packing.pack_bits(score.right)}
+    return {"contributions": packing.pack_floats(values)} | right
 
 
 def test_part(data: Dataset) -> dict:

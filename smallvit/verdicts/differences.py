@@ -243,6 +243,20 @@ def differences_of_images(pairs: Sequence[tuple[Record, Record]]) -> Any:
     return np.stack([a - b for a, b in known])
 
 
+def largest_value(pairs: Sequence[tuple[Record, Record]]) -> float:
+    """Return how much one test image can change a score, times the number of images: 1 for an accuracy. For other scores it is
+    about the largest value of an image or, if that is more, the weight of an image of the rarest class, where all classes have
+    the same weight. `pairs` holds for each seed the results of both runs.
+    """
+    records = [record for pair in pairs for record in pair]
+    if all(map(is_accuracy, records)):
+        return 1.0
+    found = [1.0, *(float(abs(values).max()) for r in records if (values := r.per_image) is not None)]
+    for counts in ([sum(row) for row in r.confusion if sum(row)] for r in records if r.confusion):
+        found.append(sum(counts) / (len(counts) * min(counts)))
+    return max(found)
+
+
 def variance_of(
     pairs: Sequence[tuple[Record, Record]], values: Sequence[float], table: Any, groups: Sequence[int] | None
 ) -> Variance | None:
@@ -259,9 +273,9 @@ def variance_of(
         return None
     if table is not None:
         variance = variance_of_table(table, [run for run, _ in pairs], groups)
-        if variance is None or table.any() or not all(is_accuracy(r) for pair in pairs for r in pair):
+        if variance is None or table.any():
             return variance
-        return without_differences(variance)
+        return without_differences(variance, largest_value(pairs))
     if groups is not None or pairs[0][0].folds or not all(is_accuracy(r) for pair in pairs for r in pair):
         return None
     errors = fmean(2 - run.result - other.result for run, other in pairs)
@@ -305,7 +319,8 @@ def interval_on_new_images(runs: Sequence[Record]) -> tuple[float, float] | None
     mean, overlap, share = fmean(r.result for r in runs), overlap_of(runs)[0], all(map(is_accuracy, runs))
     if variance.over_images > 0 and variance.n_eff >= MIN_IMAGES:
         half = half_width(variance, LEVEL, overlap=overlap)
-        return (max(0.0, mean - half), min(1.0, mean + half)) if share else (mean - half, mean + half)
+        highest = math.inf if runs[0].lower_is_better else 1.0
+        return max(0.0, mean - half), min(highest, mean + half)
     if not share:
         return None
     over_seeds = math.sqrt(1 + variance.seeds * overlap) * seeds_half_width(variance, LEVEL)

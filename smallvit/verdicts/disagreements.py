@@ -81,7 +81,8 @@ def disagreements(records: Sequence[Record], arm: str, other: str, condition: Co
 
 def right_images(record: Record) -> Any:
     """Return which test images a run classified correctly, as a boolean array, or None if its record does not say it. `record`
-    holds its results. A run that is judged by its balanced accuracy has a value above 0 for each right image.
+    holds its results. In older records of runs that are judged by their balanced accuracy, each right image has a value above
+    0, and the others 0.
     """
     bits = record.correct_bits
     if bits is None and record.score == "balanced_accuracy" and (values := record.per_image) is not None:

@@ -121,15 +121,15 @@ def as_pass(record: Record, **changes: Any) -> Pass:
 
 
 def values_of_images(runs: Sequence[Record], masks: Sequence[Any]) -> dict[str, str | None]:
-    """Return the value of each image in a pass as fields of a record: `correct` if all folds say only which images are right,
-    or else `contributions`. Both are None if a fold does not say it. `runs` are the records of the folds, and `masks` are
+    """Return the value of each image in a pass as fields of a record: `correct`, which images are right, and `contributions` if
+    the score is no accuracy. A field is None if a fold does not say it. `runs` are the records of the folds, and `masks` are
     boolean arrays that say which images each fold has tested.
     """
-    values = in_pool_order([r.per_image for r in runs], masks)
+    right, values = (in_pool_order(parts, masks) for parts in zip(*[(r.correct_bits, r.per_image) for r in runs]))
     only_bits = all(r.contributions is None for r in runs)
     return {
-        "correct": pack_bits(values) if values is not None and only_bits else None,
-        "contributions": pack_floats(values) if values is not None and not only_bits else None,
+        "correct": None if right is None else pack_bits(right),
+        "contributions": None if values is None or only_bits else pack_floats(values),
     }
 
 

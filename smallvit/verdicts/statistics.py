@@ -160,13 +160,14 @@ def of_groups(v: Variance, groups: Sequence[int]) -> Variance:
     return replace(v, n_eff=min(v.n_eff, 1 / squares), over_images=factor * v.over_images)
 
 
-def without_differences(v: Variance) -> Variance:
-    """Return the `Variance` of a mean difference of two accuracies if no test image tells the arms apart. `v` is the estimate,
+def without_differences(v: Variance, largest: float = 1.0) -> Variance:
+    """Return the `Variance` of a mean difference of two scores if no test image tells the arms apart. `v` is the estimate,
     which is 0: it says nothing about images that differ, but are rare. The part over images becomes an upper bound, so that the
-    95% interval reaches as far as Wilson's interval of a share of which 0 of the test images were seen: about 3.8 / images.
+    95% interval reaches as far as Wilson's interval of a share of which 0 of the test images were seen: about 3.8 / images,
+    times `largest`, the largest value of an image. That is 1 for an accuracy.
     """
     z = critical_t(LEVEL, math.inf)
-    return replace(v, over_images=(z / (v.images + z**2)) ** 2, unseen=True)
+    return replace(v, over_images=(largest * z / (v.images + z**2)) ** 2, unseen=True)
 
 
 def of_folds(v: Variance) -> Variance:
