@@ -137,6 +137,9 @@ def ablate(
     labels, seeds = as_list(labels, "labels"), as_list(seeds, "seeds")
     if not arms or not isinstance(arms, dict) or not all(isinstance(run, Run) for run in arms.values()):
         raise ValueError(f"ablate got the arms {arms!r}; expected a dict from names to runs, with the baseline first")
+    more = {} if extra_references is None else extra_references
+    if not isinstance(more, dict) or not all(isinstance(run, Run) for run in more.values()):
+        raise ValueError(f"extra_references is {extra_references!r:.60}; expected a dict from names to runs")
     for name, run in arms.items():
         if run.labels not in (None, *labels):
             raise ValueError(f"arm {name!r} has labels={run.labels}, but ablate has labels={labels}; set labels in ablate only")
@@ -150,8 +153,8 @@ def ablate(
         raise ValueError(f"Tune(common=False) with the lengths {lengths}: lengths are compared at common settings; remove one")
     named = {name: (run, "baseline" if name == first else "technique") for name, run in arms.items()}
     standard = chosen_references(standard_references(list(arms.values())), references) if references else {}
-    for kind, more in (("a standard reference", standard), ("an extra reference", extra_references or {})):
-        for name, run in more.items():
+    for kind, added in (("a standard reference", standard), ("an extra reference", more)):
+        for name, run in added.items():
             if name in named:
                 other = "an arm" if name in arms else "a standard reference"
                 raise ValueError(f"{name!r} is the name of {kind} and of {other}; rename one, or set references=False")
@@ -195,6 +198,8 @@ def chosen_references(standard: dict[str, Run], names: bool | Iterable[str]) -> 
 
     Raises ValueError for a name that is not in `standard`.
     """
+    if not isinstance(names, bool | str | list | tuple | set | dict):
+        raise ValueError(f"references is {names!r}; expected True, False, or names from {', '.join(standard)}")
     chosen = list(standard) if names is True else [names] if isinstance(names, str) else list(names or ())
     if unknown := [name for name in chosen if name not in standard]:
         raise ValueError(f"references names {unknown[0]!r}; expected True, False, or names from {', '.join(standard)}")
@@ -363,6 +368,6 @@ def as_list(values: Iterable, name: str) -> list:
         several = f"range({values})" if is_count else "range(8)" if name == "seeds" else f"[{values!r}]"
         raise ValueError(f"{name} is {values!r}; expected several values, such as {name}={several}")
     found: list = python_numbers(list(values))
-    if not found or len(set(found)) < len(found):
+    if not found or any(found[index] in found[:index] for index in range(len(found))):
         raise ValueError(f"{name} are {found}; expected at least one, and each once")
     return found

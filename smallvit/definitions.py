@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 
 Code = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -32,7 +33,15 @@ def definitions(text: str) -> dict[str, str]:
             todo += [other for name in names_in(nodes[index]) for other in positions.get(name, ()) if other not in found]
         return [nodes[index] for index in sorted(found)]
 
-    return {name: hashlib.sha256("".join(map(ast.dump, used_by(name))).encode()).hexdigest()[:16] for name in positions}
+    return {name: hashlib.sha256("".join(map(dump, used_by(name))).encode()).hexdigest()[:16] for name in positions}
+
+
+def dump(tree: ast.AST) -> str:
+    """Return a syntax tree as text, the same in all versions of Python: version 3.12 adds the lists of type parameters, and
+    version 3.13 leaves out empty lists.
+    """
+    text = ast.dump(tree, **({"show_empty": True} if sys.version_info >= (3, 13) else {}))
+    return text.replace(", type_params=[]", "")
 
 
 def without_docstrings(tree: ast.stmt) -> ast.stmt:

@@ -103,6 +103,7 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
     Raises ValueError if there is no such recipe, for a number of labels that it does not have, if only some of its arms have
     been tuned, and if `data` is no loader.
     """
+    from smallvit.ablation import as_list
     from smallvit.components import check
     from smallvit.passes import passes_of, seeds_of
     from smallvit.tuning import untuned_cells
@@ -111,7 +112,7 @@ def carry_over(recipe: str, data: Callable, labels: Iterable[int | None] | None 
     runs = load_recipe(find_recipe(recipe)).RUNS
     tuned = any(entry.tuning is not None for entry in runs)
     known = list(dict.fromkeys(entry.labels for entry in runs))
-    chosen = known if labels is None else list(labels)
+    chosen = known if labels is None else as_list(labels, "labels")
     if missing := [count for count in chosen if count not in known]:
         raise ValueError(f"labels has {missing[0]}; expected some of {known}, for which the recipe {recipe} has settings")
     if tuned and (left := [cell for cell in untuned_cells(runs) if cell[1] in chosen]):
@@ -159,6 +160,10 @@ def import_recipe(path: Path, text: str | None = None) -> Any:
     try:
         text = path.read_text(encoding="utf-8") if text is None else text
         if imported_text(path) == text:
+            if not hasattr(sys.modules[name], "DECLARED"):
+                raise ValueError(
+                    f"the recipe {path.name} loads itself; rename this file, or give the path of the other recipe"
+                )
             return sys.modules[name]
         sys.modules[name] = module
         check_repeated_keys(text)

@@ -237,6 +237,10 @@ def test_seeds_of_a_cross_validation_are_passes_with_one_run_for_each_fold():
         ({"a": OWN, "b": BASE}, {}, r"'a' has folds=5 and 'b' has folds=0; expected the same for all arms"),
         ({"a": OWN, "b": OWN.vary(data=partial(FOLDED, folds=10))}, {}, "'b' has folds=10"),
         ({"a": OWN}, {"extra_references": {"pixels": BASE.vary(depth=1)}}, "'pixels' has folds=0"),
+        ({"a": OWN}, {"extra_references": [OWN]}, "extra_references is .*; expected a dict from names to runs"),
+        ({"a": OWN}, {"extra_references": {"x": FOLDED}}, "extra_references is .*; expected a dict from names to runs"),
+        ({"a": OWN}, {"references": 5}, "references is 5; expected True, False, or names from pixels, logistic regression"),
+        ({"a": OWN}, {"labels": [[10], [10]]}, r"labels are \[\[10\], \[10\]\]; expected at least one, and each once"),
         ({"a": OWN.vary(init=PRETRAINED.vary(data=partial(FOLDED, folds=4)))}, {}, "its init has folds=4; expected the same"),
         (
             {"a": OWN.vary(init=PRETRAINED.vary(data=partial(FOLDED, digits=True)))}, {},

@@ -47,6 +47,16 @@ def test_only_the_data_changes_also_in_the_pretraining(recipe):
     assert {run.data for one in carried for run in one.run.dependencies.values()} == {shapes}
 
 
+def test_one_number_of_labels_and_a_recipe_that_loads_itself_are_refused(recipe, monkeypatch):
+    with pytest.raises(ValueError, match=r"labels is 20; expected several values, such as labels=\[20\]"):
+        carry_over(str(recipe), shapes, labels=20)
+    own = recipe.with_name("own.py")
+    own.write_text("from smallvit import carry_over, digits\nRUNS = carry_over('own', digits)\n")
+    monkeypatch.chdir(own.parent)
+    with pytest.raises(ValueError, match=r"own\.py loads itself; rename this file, or give the path of the other recipe"):
+        load_recipe(own)
+
+
 def test_tuned_settings_are_used_and_belong_to_no_tuning_of_the_new_comparison(recipe):
     runs = load_recipe(recipe).RUNS
     arms = [

@@ -190,6 +190,32 @@ def test_numbers_of_labels_without_a_result_stay_in_the_main_conditions():
     assert "+A at 1,000 labels: no verdict (" in text(rows) and text(rows).endswith("\nWithout a result: 1,000 labels.")
 
 
+def test_untuned_comparison_beside_a_tuned_one_is_not_hidden():
+    """A recipe may probe frozen features, without tuning, beside a tuned comparison with another baseline."""
+    probes = {"random weights": 0, "pretrained": 0.1}
+    rows = [*cell(LONG, tuned=TUNED), *cell(probes, labels=1_000)]
+    c, page, seen = compare(rows), markdown(rows, **PAGE), text(rows)
+    assert c.main == (Condition(100, None, True), Condition(1_000)) and {arm for _, arm in main_cells(rows)} == {*LONG, *probes}
+    assert "common settings" not in section(page, "## Accuracy") and "### 1,000 labels" in section(page, "## Accuracy")
+    assert page.partition("\n\n")[2].partition("\n\n")[2].startswith("With tuned settings, ") and "“pretrained” (" in page
+    assert "pretrained at 1,000 labels" in seen and "The report also shows" not in seen
+    assert "different numbers of trials" not in page and "judged by different numbers" not in page
+    changes = section(page, "Differences from")
+    assert all(f"- {arm}: " in page for arm in ("+A", "+B", "+C", "pretrained")), changes
+
+
+def test_arm_that_starts_from_its_control_before_the_tuning_gets_no_verdict():
+    """Weights of the untuned control are compared with the tuned control: the tuning would count as an effect."""
+    rows = cell(LONG, tuned=TUNED)
+    control = next(r.run for r in rows if r.arm == "scratch")
+    for start, verdict in ((control | {"lr": 0.0007}, "no verdict"), (control, "better"), (control | {"model": {}, "lr": 1}, "better")):
+        shelf = [
+            replace(r, steps=0, run=r.run | {"init": start}, tuning=tuning(0.002, trials=0)) if r.arm == "+A" else r for r in rows
+        ]
+        row = row_of(shelf, "+A")
+        assert row.verdict == verdict and ("starts from scratch as it was before the tuning" in row.reason) == (verdict != "better")
+
+
 def test_without_any_result_the_main_condition_is_that_of_the_longest_training(rows):
     nothing = dict.fromkeys(("test", "correct", "score"))
     c = compare([replace(r, status="missing", **nothing) for r in rows])

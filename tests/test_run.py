@@ -917,6 +917,11 @@ def test_hash_of_a_table_changes_with_all_code_that_changes_the_table(old, new, 
     assert changed <= found and not found & ({"UNTOUCHED", "reads"} - changed)
 
 
+def test_hash_of_code_is_the_same_in_all_versions_of_python():
+    text = "class A(B):\n    def f(self, *, x=()):\n        return [y for y in x if y]\n\n\n@g\ndef h(): pass\n"
+    assert definitions(text) == {"A": "049ad59368695147", "g": "1f1350abc34e3ed8", "h": "1f1350abc34e3ed8"}
+
+
 def test_hash_covers_an_import_of_all_names():
     before, after = (definitions(f"from {module} import *\ndef f():\n    return X\n") for module in ("one", "two"))
     assert before["f"] != after["f"]

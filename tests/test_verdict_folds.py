@@ -169,6 +169,25 @@ def test_images_of_a_disagreement_are_shown_by_the_names_of_their_files(tmp_path
 # Tests of a difference
 
 
+def test_score_without_values_of_images_cannot_be_tested_in_a_cross_validation():
+    reasons = {
+        None: "the score is not recorded for each test image, and for a cross-validation a test needs that",
+        tuple(range(60)): "the score is not recorded for each test image, and for images in groups a test needs that",
+    }
+    for groups, reason in reasons.items():
+        rows = [replace(r, correct=None) for r in records(VALUES, FOLDS, groups=None if groups is None else np.array(groups))]
+        assert (row_of(rows).verdict, row_of(rows).reason) == ("no verdict", reason)
+
+
+def test_folds_with_equal_accuracies_on_other_images_are_not_called_equal():
+    folds, values = np.arange(20)[None] % 5, np.ones((2, 1, 20))
+    values[0, 0, :5] = values[1, 0, 5:10] = 0
+    row = row_of(records(values, folds))
+    assert row.reason == "the same accuracy as the baseline for every fold; the predictions differ"
+    values[1] = values[0]
+    assert row_of(records(values, folds)).reason.endswith("check that the technique changes anything")
+
+
 def test_six_passes_are_judged_over_passes_and_images_with_a_larger_part_over_images():
     row = row_of(RECORDS)
     mean, v = paired_variance(VALUES[1].astype(float) - VALUES[0])

@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from smallvit.record import RANDOM, Record, format_labels, settings_of
+from smallvit.verdicts.compare import controls_of, groups_of
 from smallvit.verdicts.comparison import Condition, condition_of, main_conditions
 from smallvit.verdicts.folds import pooled
 from smallvit.verdicts.score import ACCURACIES, ACCURACY, Score, score_named
@@ -29,14 +30,24 @@ def main_cells(records: Sequence[Record]) -> dict[tuple[Condition, str], list[Re
     a variant in the comparison; a condition is a number of labels, a training length, and tuned or not. `records` are the
     results of all runs, also of those without results.
     """
-    shown = [r for r in records if r.role in ("baseline", "technique")]
-    done = {condition_of(r) for r in pooled(shown) if r.finished}  # as in `Comparison.main`: of folds, whole passes
-    main = main_conditions({condition_of(r) for r in shown}, done)
+    shown, group = [r for r in records if r.role in ("baseline", "technique")], baseline_of_arms(records)
+    done = {(r.arm, condition_of(r)) for r in pooled(shown) if r.finished}  # as in `Comparison.main`: of folds, whole passes
+    main = main_conditions((group[r.arm], condition_of(r), (r.arm, condition_of(r)) in done) for r in shown)
     cells: dict[tuple[Condition, str], list[Record]] = {}
     for r in shown:
         if r.finished and condition_of(r) in main:
             cells.setdefault((condition_of(r), r.arm), []).append(r)
     return cells
+
+
+def baseline_of_arms(records: Sequence[Record]) -> dict[str, str]:
+    """Return a dict from each arm (variant) and reference to the baseline at the end of its chain of controls. `records` are
+    the results of all runs.
+    """
+    roles = {r.arm: r.role for r in records if r.role != "dependency"}
+    if "baseline" not in roles.values():
+        return dict.fromkeys(roles, "")
+    return groups_of(controls_of([r for r in records if r.role != "dependency"], roles), roles)
 
 
 def named(cells: Iterable[tuple[Condition, str]], among: Iterable[tuple[Condition, str]]) -> str:
@@ -69,7 +80,7 @@ def undertrained(records: Sequence[Record]) -> list[str]:
     rises = {cell: rise for cell, runs in cells.items() if (rise := late_rise(runs)) is not None}
     if not rises:
         return []
-    extent = f"{100 * min(rises.values()):.1f}" + f" to {100 * max(rises.values()):.1f}" * (len(rises) > 1)
+    extent = " to ".join(dict.fromkeys(f"{100 * rise:.1f}" for rise in (min(rises.values()), max(rises.values()))))
     return [
         f"Probably not trained long enough: {named(rises, cells)}. Over the last quarter of the steps, the validation "
         f"accuracy still rose by {extent} points, and the training loss still fell. {LONGER}"
@@ -302,7 +313,8 @@ def unequal_trials(records: Sequence[Record], trials: Mapping[str, int] | None =
     judged = {r.arm for r in records if r.role in ("baseline", "technique")}
     fixed = {r.arm for r in records if r.tuning and not r.tuning.get("trials") and r.steps == 0}  # nothing to tune
     counts = {arm: n for arm, n in trials_of(records, trials).items() if arm in judged and (n or arm not in fixed)}
-    if len(set(counts.values())) > 1:
+    group = baseline_of_arms(records)
+    if len({(group[arm], n) for arm, n in counts.items()}) > len({group[arm] for arm in counts}):
         out.append(
             "The arms had different numbers of trials on validation images, so one arm may have better settings than another: "
             + "; ".join(f"{arm}: {count}" for arm, count in counts.items())

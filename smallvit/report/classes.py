@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from smallvit.record import Record
-from smallvit.verdicts.comparison import Comparison, condition_of
+from smallvit.verdicts.comparison import Comparison, Condition, condition_of
 
 from .tables import Cell, Table
 
@@ -15,8 +15,8 @@ Matrix = list[list[float]]  # rows: true classes; columns: predicted classes, or
 
 def class_tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[Table]]:
     """Return the tables of a report about single classes, as a dict from a heading to its tables. There is one table for each
-    arm (variant) that is not a reference. They show the main condition with the most labelled images. `records` are the results
-    of the runs. Records of earlier versions have no data on single classes; then the dict is empty.
+    arm (variant) that is not a reference. They show the condition of `shown_condition`. `records` are the results of the runs.
+    Records of earlier versions have no data on single classes; then the dict is empty.
     """
     matrices, names = confusions(comparison, records), class_names(records)
     found = {
@@ -34,14 +34,22 @@ def class_names(records: Sequence[Record]) -> list[str]:
     return next((list(r.preprocess["classes"]) for r in records if r.confusion and r.preprocess), [])
 
 
+def shown_condition(comparison: Comparison) -> Condition:
+    """Return the condition whose classes are shown: of the main conditions with a result, that with the most labelled images,
+    and a tuned one if there is one.
+    """
+    done = [row.condition for row in comparison.main_rows if row.values and row.role != "reference"]
+    return max(done or comparison.main, key=lambda condition: condition.order)
+
+
 def runs_of_arms(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[Record]]:
     """Return the finished runs of each arm (variant) that is not a reference, as a dict from its name to a list of records.
-    They are those of the main condition with the most labelled images. `records` are the results of all runs.
+    They are those of `shown_condition`. `records` are the results of all runs.
     """
-    main, arms = comparison.main[-1:], comparison.arms
+    shown, arms = shown_condition(comparison), comparison.arms
     found: dict[str, list[Record]] = {}
     for r in records:
-        if r.finished and r.role in ("baseline", "technique") and condition_of(r) in main and r.arm in arms:
+        if r.finished and r.role in ("baseline", "technique") and condition_of(r) == shown and r.arm in arms:
             found.setdefault(r.arm, []).append(r)
     return found
 
@@ -90,7 +98,7 @@ def share(part: float, whole: float) -> Cell:
 
 def title_of(comparison: Comparison, arm: str) -> str:
     """Return the title of a table about the classes of one arm (variant): its name and the condition."""
-    return f"{arm}, {comparison.main[-1].title}"
+    return f"{arm}, {shown_condition(comparison).title}"
 
 
 def class_table(comparison: Comparison, arm: str, matrix: Matrix, names: Sequence[str]) -> Table:

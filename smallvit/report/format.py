@@ -173,7 +173,7 @@ def few_units(row: Row) -> list[str]:
     """
     d = row.difference
     variance = d and d.variance
-    if d is None or variance is None or variance.n_eff is None or variance.n_eff >= FEW:
+    if d is None or variance is None or variance.n_eff >= FEW:
         return []
     what = f"of the {d.groups:,} groups of test images" if d.groups else "test images"
     return [f"The interval is wide because the difference comes from only about {max(round(variance.n_eff), 1)} {what}."]

@@ -8,6 +8,7 @@ from smallvit.record import Record
 
 from .alarms import (
     at_the_edge,
+    baseline_of_arms,
     below_raw_pixels,
     no_better_than_guessing,
     no_better_than_random,
@@ -51,7 +52,9 @@ def warnings(records: Sequence[Record], trials: Mapping[str, int] | None = None)
         for name, values in facts.items()
         if len(values) > 1
     ]
-    scores = list(dict.fromkeys(r.score for r in records if r.score and r.role != "reference"))
+    group = baseline_of_arms(records)
+    judged = list(dict.fromkeys((group[r.arm], r.score) for r in records if r.score and r.role in ("baseline", "technique")))
+    scores = list(dict.fromkeys(score for own, score in judged if sum(own == other for other, _ in judged) > 1))
     uncommitted = sum(bool((r.code or {}).get("dirty")) for r in records)
     reads = sum((r.test_reads or 0) > 1 for r in records)
     external = list(dict.fromkeys(r.arm for r in records if "make" in (r.run.get("init") or {})))

@@ -12,6 +12,12 @@ MIN_VALUES = 3  # values of a hyperparameter that are worth a figure; two are sh
 NAMES = {"dim": "width", "lr": "learning rate", "mlp_ratio": "MLP ratio"}
 
 
+def at_common_settings(records: Sequence[Record]) -> list[Record]:
+    """Return the records without the tuned ones of those arms (variants) that have others, too."""
+    untuned = {r.arm for r in records if r.tuning is None}
+    return [r for r in records if r.tuning is None or r.arm not in untuned]
+
+
 def option_name(path: str) -> str:
     """Return the name of an option for readers: `lr` becomes "learning rate", and `model.mlp_ratio` becomes "MLP ratio"."""
     last = path.rpartition(".")[2]
@@ -37,10 +43,10 @@ def changes(comparison: Comparison, records: Sequence[Record]) -> dict[str, list
     as `tokenizer: PatchEmbed → ConvStem`. `records` are the results of the runs. If an arm has another control than the
     baseline, the differences are those from this control, which is named.
 
-    The runs that are compared have the same condition (number of labelled images and training length) and the same seed. Tuned
-    runs are left out if there are others, because each arm has its own tuned settings.
+    The runs that are compared have the same condition (number of labelled images and training length) and the same seed. Of an
+    arm with tuned runs and others, the tuned ones are left out, because each arm has its own tuned settings.
     """
-    records = [r for r in records if r.tuning is None] or records
+    records = at_common_settings(records)
     sources, group_of = initial_weights(records), {row.arm: row.group for row in comparison.rows}
     count: Counter[str] = Counter()
     found: dict[str, Counter[str]] = {}
@@ -97,7 +103,7 @@ def hyperparameters(comparison: Comparison, records: Sequence[Record]) -> dict[s
     hyperparameter.
     """
     (baseline,) = comparison.baselines
-    records = [r for r in records if r.tuning is None] or records
+    records = at_common_settings(records)
     found: dict[str, dict[str, float]] = {}
     for r, base in with_baselines(comparison, records):
         changed = changed_options(base.run, r.run)

@@ -300,17 +300,31 @@ def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Seque
 def unequal_tuning(runs: Runs, control: str, control_runs: Runs) -> str:
     """Return a text that says that an arm (variant) and the arm `control`, with which it is compared, were tuned with different
     numbers of trials. The text is empty if the numbers are equal, or if one of the two was not trained, so that it has nothing
-    to tune. `runs` and `control_runs` are dicts from a seed to the results of a run of these arms.
+    to tune. But an arm that is the trained control, with something exchanged afterwards, must be the tuned one. `runs` and
+    `control_runs` are dicts from a seed to the results of a run of these arms.
     """
     mine, other = first_finished(runs), first_finished(control_runs)
-    if mine is None or other is None or not mine.tuning or not other.tuning or 0 in (mine.steps, other.steps):
+    if mine is None or other is None or not mine.tuning or not other.tuning:
         return ""
+    if 0 in (mine.steps, other.steps):
+        return "" if not starts_untuned(mine, other) else f"starts from {control} as it was before the tuning"
     counts = [tuning.get("trials", 0) for tuning in (mine.tuning, other.tuning)]
     if counts[0] == counts[1]:
         return ""
     if not counts[0]:
         return "not tuned, while its baseline was"
     return f"tuned with {counts[0]} trials, and {control} with {counts[1]}"
+
+
+def starts_untuned(run: Record, control: Record) -> bool:
+    """Return whether a run that is not trained itself has the weights of its control, but of a training with the settings from
+    before the tuning. `run` and `control` are their records.
+    """
+    start, settings = run.run.get("init"), (control.tuning or {}).get("settings") or {}
+    if not isinstance(start, dict) or not start.keys() >= control.run.keys():
+        return False
+    changed = {name for name, value in control.run.items() if start[name] != value}
+    return bool(changed) and changed <= {name if name in control.run else "model" for name in settings}
 
 
 def unequal_scores(runs: Runs, control: str, control_runs: Runs) -> str:

@@ -4,7 +4,7 @@ Accuracies are fractions here; the pages show percent.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -45,15 +45,25 @@ def condition_of(record: Record) -> Condition:
     return Condition(record.labels, record.length, record.tuning is not None)
 
 
-def main_conditions(conditions: Collection[Condition], done: Collection[Condition]) -> tuple[Condition, ...]:
-    """Return the main ones of some conditions as a tuple: those with tuned settings, if there are any, and of these the ones
-    with the longest training. Settings and lengths without a result do not count, unless there is no result at all. `done` are
-    the conditions with a result.
+def main_conditions(cells: Iterable[tuple[str, Condition, bool]]) -> tuple[Condition, ...]:
+    """Return the main conditions of a comparison as a tuple: those with tuned settings, if there are any, and of these the ones
+    with the longest training. They are chosen for each group, that is a baseline with the arms that are compared with it.
+    Settings and lengths without a result do not count, unless there is no result at all. `cells` are tuples: a group, one of
+    its conditions, and whether there is a result. Tuned groups come first.
     """
-    among = done or conditions
-    tuned = any(c.tuned for c in among)
-    longest = max((c.length or 0 for c in among if c.tuned == tuned), default=0)
-    return tuple(c for c in conditions if c.tuned == tuned and (c.length or 0) == longest)
+    groups: dict[str, dict[Condition, bool]] = {}
+    for group, condition, done in cells:
+        conditions = groups.setdefault(group, {})
+        conditions[condition] = conditions.get(condition, False) or done
+    found: list[list[Condition]] = []
+    for conditions in [each for each in groups.values() if any(each.values())] or groups.values():
+        among = [c for c, done in conditions.items() if done] or [*conditions]
+        tuned = any(c.tuned for c in among)
+        longest = max(c.length or 0 for c in among if c.tuned == tuned)
+        main = [c for c in conditions if c.tuned == tuned and (c.length or 0) == longest]
+        found.append(sorted(main, key=lambda c: c.order))
+    found.sort(key=lambda main: not main[0].tuned)
+    return tuple(dict.fromkeys(c for main in found for c in main))
 
 
 Cell = tuple[Condition, str]  # condition, arm
@@ -95,6 +105,7 @@ class Difference:
     folds        number of folds of a cross-validation; None: there is a fixed test part
     single_folds  the variance over single folds, if there is one pass, or too few folds for another test; `low`, `high` and `p`
                  are then those of Nadeau and Bengio's test, and there is no interval over the seeds
+    differ       whether a test over single folds has seen different results of the two arms on any image
     images       number of test images; in a cross-validation, of the images of all folds; None if unknown
     groups       number of groups of test images, such as patients, if the images have groups: then a group counts as one image
     """
@@ -128,6 +139,7 @@ class Difference:
     lower_is_better: bool = False
     folds: int | None = None
     single_folds: FoldVariance | None = None
+    differ: bool = False
     images: int | None = None
     groups: int | None = None
 
@@ -307,12 +319,13 @@ class Comparison:
     @property
     def main(self) -> tuple[Condition, ...]:
         """The main conditions as a tuple. A condition is a number of labelled images, a training length, and whether the
-        settings were tuned. The main ones have the longest training, and tuned settings if there are any. The summary of a
-        report is about them.
+        settings were tuned. The main ones have the longest training, and tuned settings if there are any, among those of the
+        same baseline. The summary of a report is about them.
 
         Settings and lengths without a result do not count: see `main_conditions`.
         """
-        return main_conditions(self.conditions, self.done)
+        rows = sorted(self.rows, key=lambda row: self.baselines.index(row.group))
+        return main_conditions((row.group, row.condition, bool(row.values) and row.role != "reference") for row in rows)
 
     @property
     def done(self) -> set[Condition]:

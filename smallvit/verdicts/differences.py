@@ -184,7 +184,7 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
     variance = variance_of(pairs, values, table, groups)
     p = None if variance is None else two_part_p(mean, variance, overlap=overlap)
     if found.folds and len(pairs) < MIN_PAIRS and table is not None and p is None:
-        return over_folds(found, pairs)
+        return over_folds(replace(found, differ=bool(table.any())), pairs)
     largest = largest_difference(found)
     if variance is None:
         found = replace(found, score="" if table is not None or found.metric == "accuracy" else found.metric)

@@ -104,7 +104,7 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
         d = replace(d, detectable=d.single_folds.detectable(level), needs="seeds")
         return Verdict("inconclusive", "; ".join(filter(None, (partial_evidence(d), d.method))), d)
     if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE and abs(d.mean) <= TIE):
-        differ = d.variance is not None and not (d.bound or d.variance.unseen) and d.variance.over_images > 0
+        differ = d.differ or (d.variance is not None and not (d.bound or d.variance.unseen) and d.variance.over_images > 0)
         more = "the predictions differ" if differ else "check that the technique changes anything"
         unit = "fold" if d.single_folds else "pass" if d.folds else "seed"
         stopped = stop_reason(d.mean, d.variance, d.looks[-1], looks, overlap=d.overlap) if d.looks and d.variance else ""
@@ -200,7 +200,10 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
         return "no verdict", f"{problem}, so it may not be a mean over images; no test for such scores is built yet"
     if (n > 1 or d.single_folds) and not d.enough_images:
         what = "groups of test images" if d.groups else "test images"
-        return "no verdict", f"fewer than {MIN_IMAGES} {what}, so no test is possible"
+        if (d.groups or d.images or 0) < MIN_IMAGES:
+            return "no verdict", f"fewer than {MIN_IMAGES} {what}, so no test is possible"
+        where = "images in groups" if d.groups else "a cross-validation"
+        return "no verdict", f"the score is not recorded for each test image, and for {where} a test needs that"
     if looks and not d.looks:
         return "not enough seeds", f"{n} of the {looks[0]} pairs of the first look"
     if d.single_folds:
