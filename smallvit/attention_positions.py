@@ -73,7 +73,7 @@ class RelativeBias(nn.Module):
         self, heads: int, head_dim: int, grid: Grid, prefix: int, *, std: float = 0.02, hidden: int | None = None
     ):
         super().__init__()
-        self.grid, self.std = (grid[0], grid[1]), std
+        self.grid, self.prefix, self.std = (grid[0], grid[1]), prefix, std
         if hidden is None:
             self.table = nn.Parameter(torch.empty(heads, 2 * grid[0] - 1, 2 * grid[1] - 1))
         else:
@@ -95,6 +95,7 @@ class RelativeBias(nn.Module):
                 nn.init.trunc_normal_(parameter, std=std, a=-2 * std, b=2 * std)
 
     def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        check_places(q.shape[-2], places, self.prefix)
         patches = look_up(self.table_for(places.grid), places.at)
         shape, m = patches.shape[:-2], patches.shape[-1]
         of_prefix = torch.cat([self.among, self.from_prefix[..., None].expand(-1, -1, m)], dim=-1)
@@ -124,6 +125,15 @@ class RelativeBias(nn.Module):
         scaled = torch.cartesian_prod(*(self.weight1.new_tensor(axis) for axis in axes)).unflatten(0, [len(a) for a in axes])
         hidden = F.linear(scaled, self.weight1, self.bias1).relu()
         return (16 * F.linear(hidden, self.weight2).sigmoid() - 8).permute(2, 0, 1)
+
+
+def check_places(tokens: int, places: Places, prefix: int):
+    """Raise ValueError unless the places are those of all tokens but `prefix`, the number of prefix tokens."""
+    if tokens - places.at.shape[-2] != prefix:
+        raise ValueError(
+            f"got {tokens} tokens and the places of {places.at.shape[-2]} patches, for {prefix} prefix tokens; expected "
+            "places_of(grid, device) with the grid of these images"
+        )
 
 
 def look_up(table: Tensor, at: Tensor) -> Tensor:
@@ -188,7 +198,7 @@ class Rotary(nn.Module):
         count = head_dim // 4
         last = max(*grid, 2) - 1.0
         base = last ** (count / max(count - 1, 1)) if isinstance(temperature, str) else temperature
-        self.origin, self.waves = origin, [base ** (-k / count) for k in range(count)]
+        self.origin, self.prefix, self.waves = origin, prefix, [base ** (-k / count) for k in range(count)]
         if mixed:
             self.frequencies = nn.Parameter(torch.empty(2, heads, 2 * count))
         else:
@@ -215,6 +225,7 @@ class Rotary(nn.Module):
             self.frequencies.copy_(torch.tensor([[self.waves + zeros], [zeros + self.waves]]))
 
     def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor, None]:
+        check_places(q.shape[-2], places, self.prefix)
         at = places.at
         if self.origin == "center":
             at = at - at.new_tensor([(side - 1) / 2 for side in places.grid])

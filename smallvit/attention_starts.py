@@ -229,7 +229,7 @@ def target_logits(grid: tuple[int, int], offset: tuple[int, int], generator: tor
     (patches, patches), float64. All other logits are noise. A patch without this neighbor has noise only.
     """
     patches = grid[0] * grid[1]
-    logits = torch.empty(patches, patches, dtype=torch.float64)
+    logits = torch.empty(patches, patches, dtype=torch.float64, device=generator.device)
     nn.init.trunc_normal_(logits, std=NOISE, a=-CUT, b=CUT, generator=generator)
     for row in range(grid[0]):
         for column in range(grid[1]):

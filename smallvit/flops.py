@@ -102,8 +102,11 @@ def closed_form(
     if tokens is None:
         raise ValueError("the number of tokens of this model depends on the image; give tokens, for instance from seen_tokens")
     if not has_closed_form(model):
-        kind = type(model.blocks[0].attention).__name__
-        raise ValueError(f"{kind} has no projection `proj`, so no closed form is known; use counted(model, x) instead")
+        kind = type(getattr(model.blocks[0], "attention", model.blocks[0])).__name__
+        raise ValueError(
+            f"no closed form is known for blocks with {kind}: it needs an attention with a projection `proj`, and an MLP of "
+            "linear layers; use counted(model, x) instead"
+        )
     n, reduction = input_tokens(model, (height, width)), 0.0
     for block, (_, m) in zip(model.blocks, tokens):
         if hasattr(block.reduction, "macs"):
@@ -124,8 +127,10 @@ def embed_macs(model: ViT, image: Sequence[int]) -> float:
     parameter = next(model.parameters())
     blank = torch.zeros(1, model.channels, *image, dtype=parameter.dtype, device=parameter.device)
     grid = model.tokenizer.grid(image)
-    positions: list[Any] = [getattr(block.attention, "position", None) for block in model.blocks]
-    return counted(model.embed, blank) / 2 + sum(each.macs(grid) for each in positions if hasattr(each, "macs"))
+    positions: list[Any] = [getattr(getattr(block, "attention", None), "position", None) for block in model.blocks]
+    with evaluating(model):
+        embed = counted(model.embed, blank) / 2
+    return embed + sum(each.macs(grid) for each in positions if hasattr(each, "macs"))
 
 
 @contextmanager
@@ -248,9 +253,17 @@ def reduces(model: nn.Module) -> TypeGuard[ViT]:
 
 def has_closed_form(model: Any) -> bool:
     """Return True if the multiply-adds (MACs) of a ViT can be computed by a formula, else False. The formula reads the width of
-    the attention from its output projection `proj`, so the attention of every block must have this linear layer.
+    the attention from its output projection `proj`, so the attention of every block must have this linear layer. And it counts
+    linear layers, so the MLP must have no other weights, such as those of a convolution.
     """
-    return all(isinstance(getattr(block.attention, "proj", None), nn.Linear) for block in model.blocks)
+    attentions, mlps = ([getattr(block, name, None) for block in model.blocks] for name in ("attention", "mlp"))
+    projected = all(isinstance(getattr(attention, "proj", None), nn.Linear) for attention in attentions)
+    return projected and all(isinstance(mlp, nn.Module) and linear_macs(mlp) == matrix_weights(mlp) for mlp in mlps)
+
+
+def matrix_weights(module: nn.Module) -> int:
+    """Return the number of weights in all matrices and kernels of a module, which are the parameters with two or more axes."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> list[float]:
@@ -314,7 +327,8 @@ def match_budget(
     three decimals. With `of="macs"` the cost is the MACs of `closed_form`, the reduction itself included; with `of="tokens"`
     the number of tokens after the last block, which must not depend on the image.
 
-    Raises   ValueError if no value in this range comes within 0.05 of the share, or for another `of`.
+    Raises   ValueError if no value in this range comes within 0.05 of the share, for another `of`, and for a number of tokens
+             that depends on the image. The option must accept fractions, such as r=0.25 of `Merge`.
     """
     if of not in ("macs", "tokens"):
         raise ValueError(f"of is {of!r}; expected 'macs' or 'tokens'")
@@ -328,7 +342,9 @@ def match_budget(
                 block.reduction = None if value is None else reduction(context, **{option: value})
         if of == "macs":
             return sum(closed_form(built, embed=embed).values())
-        return float((tokens_per_layer(built) or [])[-1][1])
+        if (counts := tokens_per_layer(built)) is None:
+            raise ValueError("the number of tokens of this reduction depends on the image, so no budget can be matched")
+        return float(counts[-1][1])
 
     full = cost(None)
     low, high = between

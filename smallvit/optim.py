@@ -15,15 +15,15 @@ def decay_groups(
     objective: Any, weight_decay: float, layer_decay: float | None = None
 ) -> tuple[list[dict], list[LearningRate]]:
     """Return the parameter groups of an objective for the optimizer, and a list with the learning-rate function of each group.
-    Only the weight matrices of linear layers and convolutions get `weight_decay`. If `layer_decay` is given, the learning rate
-    of each block is that of the next block, multiplied by this factor.
+    All parameters with two or more axes get `weight_decay`, except those that a module names in `no_weight_decay`. If
+    `layer_decay` is given, the learning rate of each block is that of the next block, multiplied by this factor.
 
-    Only matrices and kernels decay: not biases, norms and temperatures, nor tokens and positions. A learning-rate function maps
-    `(progress, rate)` to a fraction of the peak rate, where `rate` is the fraction that the run's schedule gives. With
-    `layer_decay=k`, a block that is followed by i blocks learns with k^(i + 1) times the rate of the head, and the parts before
-    the blocks with k times the rate of the first block. The last norm has the rate of the head, as in BEiT; in timm it has the
-    rate of the last block. A group also says whether its parameters decay ("decays"), and how many matrices inside a block each
-    of them holds ("parts", see `hidden_matrices`).
+    So the matrices and kernels of smallvit decay: not biases, norms and temperatures, nor tokens and positions. A learning-rate
+    function maps `(progress, rate)` to a fraction of the peak rate, where `rate` is the fraction that the run's schedule gives.
+    With `layer_decay=k`, a block that is followed by i blocks learns with k^(i + 1) times the rate of the head, and the parts
+    before the blocks with k times the rate of the first block. The last norm has the rate of the head, as in BEiT; in timm it
+    has the rate of the last block. A group also says whether its parameters decay ("decays"), and how many matrices inside a
+    block each of them holds ("parts", see `hidden_matrices`).
 
     Raises   ValueError for `layer_decay` with a model that has no blocks.
     """
@@ -66,7 +66,7 @@ def parameter_at(module: nn.Module, name: str) -> Any:
 
 def hidden_matrices(objective: nn.Module) -> dict[int, int]:
     """Return a dict from `id(weight)` to a number, for the weights of the linear layers inside transformer blocks: how many
-    matrices the weight holds, which is 3 for queries, keys and values in one layer, and otherwise 1.
+    matrices the weight holds, which is 3 for queries, keys and values in one layer, 2 for keys and values, and otherwise 1.
 
     Layers that choose tokens (`reduction`) and layers with one output or one input are left out. Optimizers for matrices, such
     as Muon, are made for these weights: what they do to the first and the last layer of a model, and to tables, costs accuracy.

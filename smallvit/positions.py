@@ -6,6 +6,7 @@ constructor, positions are resampled as in timm: bicubic, antialiased, those of 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -53,7 +54,22 @@ class Learned(nn.Module):
         return add_positions(self, x, grid)
 
 
-class SinCos2d(nn.Module):
+class FixedTable(nn.Module):
+    """The base class of position embeddings that are computed and not learned. The table stays at least float32, also after
+    `model.bfloat16()`: it is not saved with the weights, so rounded values would stay after `model.float()`.
+    """
+
+    table: Tensor
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "FixedTable":
+        table = self.table
+        super()._apply(fn, recurse)
+        if self.table.dtype in (torch.bfloat16, torch.float16):
+            self.table = table.to(self.table.device)
+        return self
+
+
+class SinCos2d(FixedTable):
     """Fixed position embeddings in two dimensions: a module that adds sines and cosines to the tokens. One half of the channels
     encodes the column of a patch, the other half its row.
 
@@ -73,7 +89,6 @@ class SinCos2d(nn.Module):
     Raises   ValueError if the width is not divisible by 4, the temperature is below 1, or for another text as an option.
     """
 
-    table: Tensor
     added_options: ClassVar[dict[str, Any]] = {"temperature": 10_000, "centered": False, "amplitude": 1.0}
 
     def __init__(
@@ -108,7 +123,7 @@ class SinCos2d(nn.Module):
         return add_positions(self, x, grid)
 
 
-class SinCos1d(nn.Module):
+class SinCos1d(FixedTable):
     """Fixed position embeddings in one dimension: a module that adds sines and cosines of the patch number to the tokens.
     Patches are numbered row by row from the top left. The original Transformer for text uses this encoding.
 
@@ -120,8 +135,6 @@ class SinCos1d(nn.Module):
              patch has index 0; prefix tokens get zeros.
     Raises   ValueError if the width is odd, or the temperature is below 1.
     """
-
-    table: Tensor
 
     def __init__(self, dim: int, grid: Grid, prefix: int, *, temperature: float | None = None):
         super().__init__()
@@ -200,6 +213,8 @@ def add_positions(module: Any, x: Tensor, grid: Grid) -> Tensor:
     """
     check_number_of_tokens(x, module.prefix, grid)
     table = resample(module.table, module.grid, grid)
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # PyTorch has no autocast for the device "meta"
+        table = table.to(x.dtype)
     missing = x.shape[1] - len(table)
     return x + (F.pad(table, (0, 0, missing, 0)) if missing else table)
 

@@ -463,13 +463,18 @@ def initialize(model: nn.Module, seed: int | None = None) -> nn.Module:
 
     Two models that have a module of the same name and shape get the same weights for it, even if they differ elsewhere. A
     paired comparison therefore starts both arms from the same weights. Children are drawn before their parent, which may
-    draw some of its parts again. A class from outside smallvit and torch (for instance from a recipe) and its children keep
-    the weights of their constructor, unless the class has `reset_parameters`.
+    draw some of its parts again. Inside the model, a module of a class from outside smallvit and torch (for instance from a
+    recipe or timm) and its children keep the weights of their constructor, unless the class has `reset_parameters`. Fixed
+    tables, such as those of `SinCos2d` and `Rotary`, are computed again everywhere.
+
+    Raises   ValueError if a `seed` is given and the model is on a GPU, because weights are drawn on the CPU.
     """
+    if seed is not None and any(parameter.device.type not in ("cpu", "meta") for parameter in model.parameters()):
+        raise ValueError("weights are drawn on the CPU, and the model is on a GPU; call initialize before model.to(device)")
     modules = dict(model.named_modules())
     untouched = [name for name, module in modules.items() if not (is_builtin(module) or hasattr(module, "reset_parameters"))]
     for name, module in reversed(modules.items()):
-        if any(f"{name}.".startswith(f"{parent}.") for parent in untouched):
+        if any(f"{name}.".startswith(f"{parent}.") for parent in untouched) and not is_fixed_table(module):
             continue
         if isinstance(module, nn.Linear | nn.MultiheadAttention) or hasattr(module, "reset_parameters"):
             with torch.random.fork_rng(devices=[], enabled=seed is not None):
@@ -485,6 +490,11 @@ def is_builtin(module: Any) -> bool:
     have a method `reset_parameters`.
     """
     return type(module).__module__.partition(".")[0] in ("smallvit", "torch")
+
+
+def is_fixed_table(module: Any) -> bool:
+    """Return True if a module has a table that it computes and that is not saved with the weights, and no weights."""
+    return bool(module._non_persistent_buffers_set) and not any(True for _ in module.parameters()) and is_builtin(module)
 
 
 def reset_module(module: Any):

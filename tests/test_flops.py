@@ -36,7 +36,7 @@ from smallvit.positions import SinCos2d
 from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
 from smallvit.references import Pixels, SmallCNN
 from smallvit.tokenizers import ConvStem, ConvTokenizer, PatchEmbed, ShiftedPatchEmbed
-from smallvit.vit import ViT
+from smallvit.vit import Block, ViT
 
 small = partial(ViT, (28, 28), 1, 10, dim=32, depth=4, heads=4, tokenizer=partial(PatchEmbed, patch=4))
 wide = partial(ViT, (28, 28), 1, 10, dim=192, depth=4, heads=3, tokenizer=partial(PatchEmbed, patch=4))
@@ -184,8 +184,50 @@ class NoProjection(nn.Module):
         return AttentionOutput(x)
 
 
+class ConvMlp(Block):
+    """A block whose MLP has a convolution."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        first, second = (layer for layer in self.mlp if isinstance(layer, nn.Linear))
+        self.mlp = nn.Sequential(first, nn.Unflatten(2, (-1, 1)), nn.Conv2d(50, 50, 1), nn.Flatten(2), second)
+
+
+class NoMlp(nn.Module):
+    """A block that keeps the contract and has neither an attention nor an MLP."""
+
+    def __init__(self, dim, heads, attention, reduction, drop_path):
+        super().__init__()
+        self.reduction, self.layer = reduction, nn.Linear(dim, dim)
+
+    def forward(self, x, size=None, mask=None):
+        return x + self.layer(x), size
+
+
+@pytest.mark.parametrize("block", [ConvMlp, NoMlp])
+def test_blocks_with_other_weights_have_no_closed_form_and_are_counted(block):
+    model, x = small(block=block), torch.zeros(1, 1, 28, 28)
+    with pytest.raises(ValueError, match="no closed form is known for blocks with"):
+        closed_form(model)
+    assert footprint(model, x)["macs"] == counted(model, x) / 2 > 0
+
+
+def test_counting_leaves_a_tokenizer_with_batch_normalization_as_it_was():
+    class Normalized(PatchEmbed):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.norm = nn.BatchNorm2d(1)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    model = small(tokenizer=partial(Normalized, patch=7)).train()
+    closed_form(model)
+    assert model.tokenizer.norm.num_batches_tracked == 0 and model.training
+
+
 def test_without_a_closed_form_an_error_says_so_and_torch_can_still_count():
-    with pytest.raises(ValueError, match=r"NoProjection has no projection `proj`, so no closed form.* counted\(model, x\)"):
+    with pytest.raises(ValueError, match=r"no closed form is known for blocks with NoProjection: .* projection `proj`.* counted\(model, x\)"):
         closed_form(small(attention=NoProjection))
     assert footprint(small(attention=NoProjection), torch.zeros(1, 1, 28, 28))["macs"] > 0
     with pytest.raises(ValueError, match="depends on the image; give tokens, for instance from seen_tokens"):
@@ -418,4 +460,4 @@ def test_fused_attention_is_counted_as_two_matrix_products():
 
 def test_every_function_is_tested():
     found = {name for name, f in vars(flops).items() if inspect.isfunction(f) and f.__module__ == flops.__name__}
-    assert found - {"linear_macs", "input_tokens", "has_closed_form"} <= set(globals())
+    assert found - {"linear_macs", "input_tokens", "has_closed_form", "matrix_weights"} <= set(globals())

@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -503,6 +504,8 @@ def optimized(make, dtype=torch.float32):
     parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((4, 4), (4,))]
     optimizer = make(groups_of(parameters[:1], parameters[1:]))
     set_rate(optimizer, 0.01)
+    if isinstance(optimizer, SAM):
+        optimizer.two_passes(lambda: torch.zeros(()), SimpleNamespace(observed=None), [])
     for p in parameters:
         p.grad = torch.ones_like(p)
     return parameters, optimizer
@@ -519,6 +522,17 @@ def test_copy_takes_the_same_steps(make, copied):
     for each in (optimizer, copy_of):
         each.step()
     assert all(torch.equal(p, other) for p, other in zip(parameters, others)) and parameters[0] is not others[0]
+
+
+def test_optimizer_that_would_silently_be_adamw_is_refused():
+    p = nn.Parameter(torch.ones(3, 3))
+    p.grad = torch.ones(3, 3)
+    with pytest.raises(ValueError, match=r"SAM.step was called without two_passes\(backward, objective, changed\)"):
+        SAM(groups_of([p])).step()
+    SAM(groups_of([p]), rho=0).step()
+    with pytest.raises(ValueError, match="Muon got no linear layer inside blocks, so it would be AdamW"):
+        Muon(decay_groups(Supervised(nn.TransformerEncoderLayer(8, 2)), 0.1)[0]).step()
+    assert p.min() < 1
 
 
 def test_optimizer_with_a_scheduler_can_be_pickled():

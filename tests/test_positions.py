@@ -35,9 +35,9 @@ PAPER = partial(SinCos2d, temperature=None, centered=False, amplitude=1.0)
 D = 8
 
 
-def added(module, grid, prefix, b=1):
+def added(module, grid, prefix, b=1, dtype=None):
     """What a position module adds to the tokens of an image."""
-    return module(torch.zeros(b, prefix + grid[0] * grid[1], module.table.shape[1], dtype=module.table.dtype), grid)
+    return module(torch.zeros(b, prefix + grid[0] * grid[1], module.table.shape[1], dtype=dtype or module.table.dtype), grid)
 
 
 # The contract
@@ -45,7 +45,7 @@ def added(module, grid, prefix, b=1):
 
 def test_every_class_is_tested():
     found = {c.__name__ for c in vars(positions).values() if inspect.isclass(c) and issubclass(c, nn.Module)}
-    assert found == {"Learned", "SinCos1d", "SinCos2d", "PEG"}  # PEG, which depends on the image, has a file of its own
+    assert found == {"Learned", "FixedTable", "SinCos1d", "SinCos2d", "PEG"}  # PEG, which depends on the image, has its own file
 
 
 @every
@@ -82,8 +82,21 @@ def test_wrong_number_of_tokens_is_refused(make):
 def test_half_precision_stays_half(make, dtype):
     module = make(D, (3, 5), 1).to(dtype)
     for grid in ((3, 5), (4, 4)):
-        position = added(module, grid, 1)
+        position = added(module, grid, 1, dtype=dtype)
         assert position.dtype == dtype and position.isfinite().all()
+
+
+@pytest.mark.parametrize("make", [SinCos1d, SinCos2d])
+def test_fixed_tables_survive_half_precision(make):
+    model = ViT((8, 8), 1, 5, tokenizer=partial(PatchEmbed, patch=2), position=make, dim=16, depth=1, heads=2)
+    module, table = model.position, model.position.table.clone()
+    model.bfloat16()
+    assert model(torch.rand(2, 1, 8, 8).bfloat16()).dtype == torch.bfloat16
+    model.float()
+    assert torch.equal(module.table, table)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert added(module, (4, 4), 1, dtype=torch.bfloat16).dtype == torch.float32
+    assert module.double().table.dtype == torch.float64
 
 
 # Learned

@@ -597,6 +597,25 @@ def test_initial_weights_have_the_documented_spread():
     assert all((value == 0).all() for name, value in model.state_dict().items() if name.endswith("bias"))
 
 
+class Foreign(nn.Module):
+    """A module as users define it, with positions of smallvit."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = Rotary(2, 8, (4, 4), 1)
+        self.layer = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "inside"])
+def test_fixed_tables_of_a_foreign_module_are_computed_again(whole):
+    inner = Foreign()
+    frequencies, weight = inner.position.frequencies.clone(), inner.layer.weight.clone()
+    inner.position.frequencies.fill_(7)
+    initialize(inner if whole else nn.Sequential(inner), seed=0)
+    assert torch.equal(inner.position.frequencies, frequencies)
+    assert torch.equal(inner.layer.weight, weight) != whole, "a foreign module inside a model keeps its weights"
+
+
 # Bad input
 
 

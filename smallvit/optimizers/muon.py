@@ -39,8 +39,7 @@ class Muon(AdamW):
     Off      `AdamW`.
     Departs  The iteration is computed in the data type of the weights, float32, and not in bfloat16, which is slow on CPUs. The
              AdamW part has the betas of a run without Muon (0.9 and 0.999).
-    Raises   ValueError for an unknown scale, a momentum outside [0, 1), and, in a run, a model without linear layers inside
-             blocks.
+    Raises   ValueError for an unknown scale, a momentum outside [0, 1), and a model without linear layers inside blocks.
     """
 
     def __init__(
@@ -85,6 +84,11 @@ class Muon(AdamW):
         """Change all parameters by one step, from their gradients. As in torch, `closure` may compute them: a function that
         returns the loss, which is returned.
         """
+        if not any(parts for group in self.param_groups for parts in group["parts"]):
+            raise ValueError(
+                "Muon got no linear layer inside blocks, so it would be AdamW; expected the groups of "
+                "smallvit.optim.decay_groups, for a model with its blocks in the attribute blocks"
+            )
         loss = loss_of(closure)
         hidden = defaultdict(list)  # shape of a matrix -> the parameters of such matrices, each with its group and its gradient
         for group in self.param_groups:

@@ -55,6 +55,7 @@ class SAM(Optimizer):
             raise ValueError(f"base of SAM makes {type(self.base).__name__}; expected AdamW, Muon or ScheduleFree")
         self.rho, self.adaptive, self.eta = rho, adaptive, eta
         self.passes = 2 if rho else 1
+        self.used = False  # whether `two_passes` was called
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the base optimizer, such as its `state`."""
@@ -64,12 +65,17 @@ class SAM(Optimizer):
 
     def step(self, closure: None = None):
         """Change all parameters by one step of the base optimizer, from the gradients that `two_passes` has computed. Raise
-        ValueError for a closure, because a step needs two passes.
+        ValueError if it was not called, and for a closure, because a step needs two passes.
         """
         if closure is not None:
             raise ValueError(
                 "SAM.step got a closure; expected none: call two_passes(backward, objective, changed) with a function that "
                 "computes the gradients, and then step()"
+            )
+        if self.rho and not self.used:
+            raise ValueError(
+                "SAM.step was called without two_passes(backward, objective, changed), so the step would be that of the base "
+                "optimizer; expected this call first, which computes the gradients"
             )
         self.base.step()
 
@@ -81,6 +87,7 @@ class SAM(Optimizer):
         training objective. `changed` are its tensors that a forward pass may change, such as buffers and the weights of a
         teacher; they change in the first pass only. With `members`, the first axis of all tensors is the run of a stack.
         """
+        self.used = True
         if not self.rho:
             return backward()
         device = next(p.device for group in self.param_groups for p in group["params"])

@@ -1,6 +1,7 @@
 """The position of a reduction in the model, and operations on tokens that several reductions use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -28,6 +29,16 @@ class LayerContext(NamedTuple):
     def tokens(self) -> int:
         """Return the number of tokens before any merging or pruning: prefix tokens (class token and registers) plus patches."""
         return self.prefix + self.patches
+
+
+def check_context(context: LayerContext, class_token: bool = False):
+    """Raise ValueError if the description of a block contradicts itself. With `class_token`, it must be right about the class
+    token.
+    """
+    if not 0 <= context.layer < context.depth:
+        raise ValueError(f"{context} has layer {context.layer} of {context.depth} blocks; set depth, the number of blocks")
+    if class_token and context.class_token and context.prefix < 1:
+        raise ValueError(f"{context} has a class token and no prefix tokens; expected prefix=1, or class_token=False")
 
 
 def runs_before_attention(reduction: nn.Module | None) -> bool:
@@ -69,6 +80,19 @@ def unit_sizes(x: Tensor) -> Tensor:
     number format is at least float32, because half precision (bfloat16) does not count beyond 256.
     """
     return torch.ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+@contextmanager
+def exact_keys(key: Tensor) -> Iterator[Tensor]:
+    """Context manager that gives the keys of an attention as float32 or float64, and in which products of them are computed in
+    that precision, also inside `torch.autocast`. Rounded similarities would choose other tokens to merge.
+    """
+    exact = key.to(torch.promote_types(key.dtype, torch.float32))
+    if key.is_meta:  # PyTorch has no autocast for this device
+        yield exact
+        return
+    with torch.autocast(key.device.type, enabled=False):
+        yield exact
 
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, check_fraction, gather_tokens, pruning_layers, unit_sizes
+from .context import LayerContext, check_context, check_fraction, gather_tokens, pruning_layers, unit_sizes
 
 
 class LearnedPrune(nn.Module):
@@ -35,6 +35,7 @@ class LearnedPrune(nn.Module):
 
     def __init__(self, context: LayerContext, *, keep: float = 0.7, layers: tuple | None = None):
         super().__init__()
+        check_context(context)
         blocks = pruning_layers(layers, context.depth)
         self.dim, self.prefix, self.patches = context.dim, context.prefix, context.patches
         prunes = check_fraction(keep, "keep") < 1 and context.layer in blocks

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, unit_sizes
+from .context import LayerContext, check_context, exact_keys, unit_sizes
 
 
 class Merge(nn.Module):
@@ -42,6 +42,7 @@ class Merge(nn.Module):
 
     def __init__(self, context: LayerContext, *, r: int | float | tuple = 0, inflect: float = 0.0):
         super().__init__()
+        check_context(context)
         self.prefix = context.prefix
         self.r = merge_schedule(r, inflect, context.depth)[context.layer]
 
@@ -72,9 +73,10 @@ class Merge(nn.Module):
             return x, size
         if key is None:
             raise ValueError("Merge needs the keys of the attention, which gives none; return AttentionOutput(x, key=...)")
-        k = F.normalize(key().detach(), dim=-1)
         first_source, first_target = p + p % 2, p + 1 - p % 2
-        score, match = torch.bmm(k[:, first_source::2], k[:, first_target::2].transpose(1, 2)).max(-1)
+        with exact_keys(key().detach()) as k:
+            k = F.normalize(k, dim=-1)
+            score, match = torch.bmm(k[:, first_source::2], k[:, first_target::2].transpose(1, 2)).max(-1)
         order = score.argsort(dim=-1, descending=True, stable=True)
         sources, tokens = first_source + 2 * order, torch.arange(n, device=x.device).expand(b, -1)
         unmerged = sources[:, r:].sort(-1).values
@@ -129,5 +131,5 @@ def merge_schedule(r: int | float | Sequence, inflect: float, depth: int) -> lis
         counts = [int(first + step * layer) for layer in range(depth)]
     for count in counts:
         if not isinstance(count, int | float) or not count >= 0 or (isinstance(count, float) and not count <= 0.5):
-            raise ValueError(f"r is {count}; expected a number of merges (0 or more), or a fraction up to 0.5")
+            raise ValueError(f"r is {count}; expected a number of merges (a whole one, 0 or more), or a fraction up to 0.5")
     return counts

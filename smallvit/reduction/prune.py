@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import LayerContext, check_fraction, gather_tokens, pruning_layers, unit_sizes
+from .context import LayerContext, check_context, check_fraction, gather_tokens, pruning_layers, unit_sizes
 
 
 class Prune(nn.Module):
@@ -39,6 +39,7 @@ class Prune(nn.Module):
         keep: float = 0.7, fuse: str = "sum", layers: tuple | None = None, shrink: tuple = (0.0, 0.0),
     ):  # fmt: skip
         super().__init__()
+        check_context(context, class_token=True)
         if fuse not in ("sum", "mean", "none"):
             raise ValueError(f"fuse is {fuse!r}; expected 'sum' (as published), 'mean' or 'none'")
         if not isinstance(shrink, tuple | list) or len(shrink) != 2 or not 0 <= shrink[0] <= shrink[1] <= 1:

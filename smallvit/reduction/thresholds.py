@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, expand_index, gather_tokens, unit_sizes
+from .context import LayerContext, exact_keys, expand_index, gather_tokens, unit_sizes
 
 
 class LearnedThresholds(nn.Module):
@@ -113,8 +113,9 @@ class LearnedThresholds(nn.Module):
         rank = is_present.cumsum(1) - 1
         free = is_present & (torch.arange(key.shape[1], device=key.device) >= self.prefix)
         source, target = free & (rank % 2 == 0), free & (rank % 2 == 1)
-        key = F.normalize(key, dim=-1)
-        cosine = (key @ key.transpose(1, 2)).clamp(max=1)  # rounding can give equal keys a cosine above 1
+        with exact_keys(key) as key:
+            key = F.normalize(key, dim=-1)
+            cosine = (key @ key.transpose(1, 2)).clamp(max=1)  # rounding can give equal keys a cosine above 1
         return torch.where(source[:, :, None] & target[:, None, :], cosine, -2.0).max(-1)
 
     def merge_tokens(self, x: Tensor, size: Tensor, importance: Tensor, is_merged: Tensor, destination: Tensor):
