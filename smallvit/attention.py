@@ -268,17 +268,22 @@ def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torc
     eye = torch.eye(n, dtype=torch.bool, device=device)
     if size is None and mask is None:
         return ~eye if n > 1 else eye
-    allowed = ~eye if mask is None else ~eye & check_mask(mask)
+    allowed = ~eye if mask is None else ~eye & check_mask(mask, n)
     present = allowed if size is None else allowed & (size > 0)[:, None, None, :]
     return allowed | (eye & ~present.any(-1, keepdim=True))
 
 
-def check_mask(mask: Tensor) -> Tensor:
+def check_mask(mask: Tensor, queries: int | None = None) -> Tensor:
     """Return a boolean attention mask with at least two axes (queries, keys). A mask with one axis is the same for all queries:
-    its shape (keys) becomes (1, keys). Raise ValueError if `mask` is not boolean.
+    its shape (keys) becomes (1, keys). Raise ValueError if `mask` is not boolean, or if it is for another number of `queries`.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may attend to a key")
+    if queries is not None and mask.ndim == 2 and mask.shape[0] not in (1, queries):
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} for {queries} tokens; expected (queries, keys). A mask for the keys of each "
+            "image, (batch, keys), is mask[:, None, None, :]"
+        )
     return torch.atleast_2d(mask)
 
 
@@ -292,6 +297,8 @@ def attend_and_project(
 
     The dropout rate, the choice of the kernel and the positions are attributes of `module`.
     """
+    if mask is not None:
+        check_mask(mask, q.shape[-2])
     key = k
     q, k, bias = apply_position(module, q, k, places)
     x, attention_map = attend(q, k, v, size, mask, module.dropout if module.training else 0.0, module.fused, scale, bias)

@@ -266,7 +266,11 @@ def learning_rate(progress: float, warmup: float, one_step: float, schedule: str
     0.
 
     All fractions are from 0 to 1. The rate is never 0 at a step. `schedule=None` is the cosine.
+
+    Raises   ValueError for another schedule.
     """
+    if schedule not in (None, "cosine", "constant"):
+        raise ValueError(f"schedule is {schedule!r}; expected 'cosine' or 'constant'")
     if progress < warmup:
         return min(1.0, (progress + one_step) / warmup)
     if schedule == "constant":

@@ -345,6 +345,14 @@ def test_every_broadcastable_shape_of_a_mask_means_the_same(make):
 
 
 @both
+def test_mask_of_the_keys_of_each_image_is_explained(make):
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"mask has shape \(3, 5\) for 5 tokens; .*, is mask\[:, None, None, :\]"):
+        make(8, 2)(torch.randn(3, 5, 8), mask=mask)
+    make(8, 2)(torch.randn(3, 5, 8), mask=mask[:, None, None, :])
+
+
+@both
 def test_key_that_is_masked_for_all_queries_has_no_effect(make):
     module, x = randomized(make), tokens()
     kept = torch.tensor([0, 1, 3])

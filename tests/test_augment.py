@@ -324,6 +324,39 @@ def test_low_precision_matrix_products_hardly_change_pixels(transform, tolerance
         torch.set_float32_matmul_precision(precision)
 
 
+IMAGES, ONE_HOT = torch.rand(2, 3, 8, 8), torch.eye(2)
+PAIR = Batch(IMAGES, ONE_HOT)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Warp(rotate=9)(IMAGES, seeded()), "Warp got Tensor; expected Batch\\(images, targets\\)"),
+        (lambda: augment.apply([Warp(rotate=9)], IMAGES, seeded()), "apply got Tensor; expected Batch"),
+        (lambda: augment.apply(Warp(rotate=9), PAIR, seeded()), r"transforms is Warp\(.*; expected several, such as \(Warp\(\),\)"),
+        (lambda: Warp(rotate=9)(PAIR), r"Warp got the random number generators \[\]; expected torch.Generator\(\)"),
+        (lambda: augment.apply([Warp(rotate=9)], PAIR, 0), r"apply got the random number generators \[0\]"),
+        (lambda: MultiCrop(first=(Warp(),))(PAIR, 0), r"MultiCrop got the random number generators \[0\]"),
+        (lambda: Mixup()(Batch(IMAGES, torch.tensor([0, 1])), seeded()), r"torch.int64 targets \(2,\); .*such as one-hot labels"),
+        (lambda: SmoothLabels()(Batch(IMAGES, torch.eye(2).long()), seeded()), "float targets b k, such as one-hot labels"),
+    ],
+)
+def test_first_mistakes_with_a_single_transform_are_explained(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("transforms", [augment.digits(), augment.strong_photos(), augment.photo_crops()], ids=["digits", "photos", "crops"])
+def test_autocast_does_not_round_the_pixels(transforms):
+    expected = augment.apply(transforms, PAIR, seeded())
+    with torch.autocast("cpu", torch.bfloat16):
+        found, alone = augment.apply(transforms, PAIR, seeded()), PAIR
+        for transform in transforms[:1]:
+            alone = transform(alone, seeded())
+    assert torch.equal(found.images, expected.images) and alone.images.dtype == torch.float32
+    assert all(torch.equal(one, other) for one, other in zip(found.views, expected.views))
+
+
 # RandomErasing, Mixup, CutMix
 
 

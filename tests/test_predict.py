@@ -6,6 +6,7 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 from toys import TINY_VIT, write_recipe
 
-from smallvit import MAE, Ensemble, Run, SmallCNN, arrays, digits, fit, load, load_all, load_recipe
+from smallvit import MAE, Ensemble, Run, SmallCNN, arrays, digits, export, fit, load, load_all, load_recipe
 from smallvit.__main__ import main
 from smallvit.deploy.predict import find_files, predict_files
 from smallvit.launch.results import folder, tags
@@ -387,5 +388,11 @@ def test_models_of_other_images_make_no_ensemble(arm, tmp_path):
     fit(Run(data=partial(arrays, path=str(tmp_path / "a.npz")), model=SmallCNN, val=2, steps=1, batch=8), tmp_path / "run")
     with pytest.raises(ValueError, match="the models differ in classes"):
         load_all([arm / "seed0", tmp_path / "run"])
+    with pytest.raises(ValueError, match=r"got a ViT; expected trained models, as smallvit.load returns them"):
+        Ensemble([TINY_VIT((8, 8), 1, 10)])
+    with pytest.raises(ValueError, match=r"got a ViT; expected a trained model, such as smallvit.load\(folder\)"):
+        export(TINY_VIT((8, 8), 1, 10), "model.onnx")
+    with pytest.raises(ValueError, match="got no files; expected at least one image"):
+        predict_files(SimpleNamespace(), [])
     with pytest.raises(ValueError, match="got no models"):
         load_all([])

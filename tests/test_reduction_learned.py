@@ -34,6 +34,11 @@ def test_patch_counts_equal_the_paper(keep, counts, prefix):
     assert left == [196] * 3 + [counts[0]] * 3 + [counts[1]] * 3 + [counts[2]] * 3
 
 
+def test_rounding_errors_cost_no_patch():
+    second = LearnedPrune(LayerContext(1, 2, 8, 1, True, 100), keep=0.7, layers=(0, 1))
+    assert second.left(71) == 1 + 49  # 100 * 0.7**2 is 48.99999999999999
+
+
 def test_shares_stay_the_same_at_another_image_size():
     n, left = 1 + 784, []
     for layer in (3, 6, 9):

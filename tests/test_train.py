@@ -266,6 +266,8 @@ def test_learning_rate_rises_linearly_and_falls_in_a_cosine():
     assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1) and rates[55] == pytest.approx(0.5)
     assert 0 < rates[-1] < 0.01 and rates[10:] == sorted(rates[10:], reverse=True)
     assert optim.learning_rate(0.0, 0.0, 0.01) == 1
+    with pytest.raises(ValueError, match="schedule is 'linear'; expected 'cosine' or 'constant'"):
+        optim.learning_rate(0.5, 0.1, 0.01, "linear")
 
 
 @pytest.mark.parametrize("schedule, last", [("cosine", 0.0), ("constant", 1.0)])

@@ -60,15 +60,15 @@ class Transform:
         """Return the changed batch. With several generators, the batch consists of as many parts of equal size, and each part
         has random numbers of its own generator.
         """
+        check_batch(type(self).__name__, batch, generators)
         images = batch.images
-        if images.dtype != torch.float32:
-            raise ValueError(f"{type(self).__name__} got {images.dtype} images; expected float32, usually in [0, 1]")
         if self.off or not len(images):
             return batch
         shape = (len(images) // len(generators), *images.shape[1:])
         draws = [self.draw(shape, generator) for generator in generators]
         random = concatenate(draws) if len(draws) > 1 else draws[0]
-        return self.change(batch._replace(images=images.clone()) if self.in_place else batch, random)
+        with torch.autocast(images.device.type, enabled=False):  # pixels are not rounded to half precision
+            return self.change(batch._replace(images=images.clone()) if self.in_place else batch, random)
 
 
 class ChosenTransform(Transform):
@@ -82,6 +82,20 @@ class ChosenTransform(Transform):
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         return {"chosen": torch.rand(shape[0], generator=generator) < self.probability}
+
+
+def check_batch(name: str, batch: Any, generators: Sequence[Any]):
+    """Raise ValueError unless a transform with this `name` can change the batch with these generators of random numbers."""
+    if not isinstance(batch, Batch):
+        raise ValueError(f"{name} got {type(batch).__name__}; expected Batch(images, targets), a row of targets for each image")
+    images, targets = batch.images, batch.targets
+    if images.dtype != torch.float32:
+        raise ValueError(f"{name} got {images.dtype} images; expected float32 images b c h w, usually in [0, 1]")
+    if images.ndim != 4 or targets.ndim != 2 or len(images) != len(targets) or not targets.is_floating_point():
+        got = f"images {tuple(images.shape)} and {targets.dtype} targets {tuple(targets.shape)}"
+        raise ValueError(f"{name} got {got}; expected float32 images b c h w and float targets b k, such as one-hot labels")
+    if not generators or not all(isinstance(generator, Generator) for generator in generators):
+        raise ValueError(f"{name} got the random number generators {list(generators)!r}; expected torch.Generator()")
 
 
 def concatenate(draws: Sequence[Random]) -> Random:
@@ -99,13 +113,14 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
     Raises    ValueError if the images are not float32 `b c h w`, if there is not one row of targets for each image, or if the
               batch cannot be divided into as many parts as there are generators.
     """
-    images, targets = batch.images, batch.targets
-    if images.ndim != 4 or targets.ndim != 2 or len(images) != len(targets) or images.dtype != torch.float32:
-        got = f"{images.dtype} {tuple(images.shape)} and {tuple(targets.shape)}"
-        raise ValueError(f"expected float32 images b c h w in [0, 1] and targets b k, got {got}")
-    generators = [generator] if isinstance(generator, Generator) else [*generator]
-    if not generators or len(images) % len(generators):
-        raise ValueError(f"{len(images)} images cannot be divided into {len(generators)} equal parts, one for each generator")
+    if not isinstance(transforms, tuple | list):
+        raise ValueError(f"transforms is {transforms!r}; expected several, such as ({type(transforms).__name__}(),)")
+    generators: list[Generator] = [*generator] if isinstance(generator, Sequence) else [generator]
+    check_batch("apply", batch, generators)
+    if len(batch.images) % len(generators):
+        raise ValueError(
+            f"{len(batch.images)} images cannot be divided into {len(generators)} equal parts, one for each generator"
+        )
     unknown = [transform for transform in transforms if len(generators) > 1 and not changes_parts(transform)]
     if unknown:
         raise ValueError(
@@ -113,7 +128,8 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
             "smallvit other than MultiCrop"
         )
     changed = batch
-    with torch.inference_mode():  # records nothing for gradients, which makes small operations faster
+    exact = torch.autocast(batch.images.device.type, enabled=False)  # pixels are not rounded to half precision
+    with exact, torch.inference_mode():  # records nothing for gradients, which makes small operations faster
         for transform in transforms:
             changed = transform(changed, *generators)
     if changed is batch:

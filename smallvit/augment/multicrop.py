@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Generator
 
-from .batch import Batch, Transform, concatenate, height_width, is_whole_number
+from .batch import Batch, Transform, check_batch, concatenate, height_width, is_whole_number
 from .pixels import Flip
 from .warp import Warp, warp_together
 
@@ -78,6 +78,12 @@ class MultiCrop:
         return [("global", 2, first)] + [("local", self.local, size_after(self.small))] * (self.local > 0)
 
     def __call__(self, batch: Batch, generator: Generator) -> Batch:
+        check_batch("MultiCrop", batch, [generator])
+        with torch.autocast(batch.images.device.type, enabled=False):  # pixels are not rounded to half precision
+            return self._with_views(batch, generator)
+
+    def _with_views(self, batch: Batch, generator: Generator) -> Batch:
+        """Return the batch with its views."""
         b, c, h, w = batch.images.shape
         if not b:
             raise ValueError("MultiCrop got a batch without images; expected at least one")

@@ -89,6 +89,8 @@ def export(classifier: ImageClassifier, path: str | Path, *, resize: bool | None
     Raises ValueError for another suffix, for missing packages, for a model without a trained head, for a model that cannot be
     exported, and if a difference is above 1e-5.
     """
+    if not isinstance(classifier, ImageClassifier):
+        raise ValueError(f"got a {type(classifier).__name__}; expected a trained model, such as smallvit.load(folder)")
     path, preprocess = Path(path), classifier.preprocess
     check_target(path)
     can_resize = preprocess.channels in (1, 3)

@@ -36,6 +36,8 @@ class Ensemble(ImageClassifier):
     def __init__(self, models: Sequence[TrainedModel]):
         if not models:
             raise ValueError("got no models; expected at least one TrainedModel, as smallvit.load returns it")
+        if wrong := [model for model in models if not isinstance(model, TrainedModel)]:
+            raise ValueError(f"got a {type(wrong[0]).__name__}; expected trained models, as smallvit.load returns them")
         self.models, self.preprocess = list(models), models[0].preprocess
         for model in models:
             for name in ("classes", "size", "channels", "dtype"):
@@ -155,6 +157,8 @@ def predict_files(
 
     Raises ValueError with a list of all files that cannot be read, unless `skip_broken` is True: then they are left out.
     """
+    if not files:
+        raise ValueError("got no files; expected at least one image")
     model.check_classes()
     read, probabilities, broken = [], [], {}
     for start in range(0, len(files), batch):

@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from .context import LayerContext, check_context, check_fraction, gather_tokens, pruning_layers, unit_sizes
 
 
+def whole(number: float) -> int:
+    """Return a number without its fraction. Rounding errors do not count: 49 is the result also for 48.99999999999999."""
+    return int(round(number, 6))
+
+
 class LearnedPrune(nn.Module):
     """Learned token pruning (DynamicViT), a module in the blocks of a ViT. In some of the blocks, a small network decides which
     patches to keep. This network is trained together with the model.
@@ -40,7 +45,7 @@ class LearnedPrune(nn.Module):
         self.dim, self.prefix, self.patches = context.dim, context.prefix, context.patches
         prunes = check_fraction(keep, "keep") < 1 and context.layer in blocks
         earlier = blocks.index(context.layer) if prunes else 0
-        self.expected, self.target = max(1, int(context.patches * keep**earlier)), keep ** (earlier + 1) if prunes else 1.0
+        self.expected, self.target = max(1, whole(context.patches * keep**earlier)), keep ** (earlier + 1) if prunes else 1.0
         self.predictor = Predictor(context.dim) if prunes else None
         self.kept = nn.Identity()
 
@@ -53,7 +58,7 @@ class LearnedPrune(nn.Module):
         if self.predictor is None:
             return n
         patches = n - self.prefix
-        return self.prefix + min(patches, max(1, int(self.patches * self.target * (patches / self.expected))))
+        return self.prefix + min(patches, max(1, whole(self.patches * self.target * (patches / self.expected))))
 
     def macs(self, n: int, head_dim: int) -> float:
         """Return the number of multiply-adds (MACs) of the small network that scores the patches, if `n` tokens enter this
