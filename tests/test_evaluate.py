@@ -94,8 +94,8 @@ def test_a_declaration_is_read_from_the_function_and_from_a_partial():
     assert declared is plain and list(plain(None, None)) == [("plain", 0.5)]
     for found in (plain, partial(plain), partial(partial(plain, x=1), y=2)):
         assert declaration(found) == Declaration(True, False, "k", check, ("shots",), False)
-    assert declaration(accuracy) == declaration(lambda model, splits: []) == Declaration()
-    assert Declaration() == (False, True, None, None, (), False)
+    assert declaration(lambda model, splits: []) == Declaration() and declaration(accuracy) == Declaration(head=True)
+    assert Declaration() == (False, True, None, None, (), False, False)
 
 
 def test_declarations_of_the_evaluators():

@@ -13,23 +13,23 @@ class Declaration(NamedTuple):
     """
 
     probe: bool = False
-    head: bool = False
     judges: bool = True
     chooses: str | Callable[..., str] | None = None
     needs: Callable[..., Any] | None = None
     pixel_options: tuple[str, ...] = ()
     lower_is_better: bool = False
+    head: bool = False
 
 
 def evaluator(
     *,
     probe: bool = False,
-    head: bool = False,
     judges: bool = True,
     chooses: str | Callable[..., str] | None = None,
     needs: Callable[..., Any] | None = None,
     pixel_options: tuple[str, ...] = (),
     lower_is_better: bool = False,
+    head: bool = False,
 ) -> Callable[[Function], Function]:
     """Decorator that says what an evaluator (a function that scores a trained model) does. The training loop and the reports
     use these properties. The function is returned unchanged; they are stored in it. An evaluator for which all defaults are
@@ -37,7 +37,6 @@ def evaluator(
 
     probe            True: it trains a classifier on frozen features. A comparison that is judged by a probe also evaluates an
                      untrained model.
-    head             True: it reads the logits of the model, so it needs an objective that trains the head.
     judges           True: its first number can judge an arm (variant in a comparison). It is an accuracy or another share from
                      0 to 1, or, with `lower_is_better`, any number from 0 on.
     chooses          what it chooses on the validation images, in a few words for the report, or a function `chooses(**options)`
@@ -46,13 +45,14 @@ def evaluator(
                      before the training. None: no check.
     pixel_options    names of its options that also apply to raw pixels, a reference without layers and tokens
     lower_is_better  True: a smaller first number is better, as for a loss
+    head             True: it reads the logits of the model, so it needs an objective that trains the head
     """
 
     def declare(function: Function) -> Function:
         """Store the properties that were given to the decorator `evaluator` in `function`, as its attribute `declaration`.
         Return the function. It is an evaluator: it scores a trained model.
         """
-        vars(function)["declaration"] = Declaration(probe, head, judges, chooses, needs, tuple(pixel_options), lower_is_better)
+        vars(function)["declaration"] = Declaration(probe, judges, chooses, needs, tuple(pixel_options), lower_is_better, head)
         return function
 
     return declare

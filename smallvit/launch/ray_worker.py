@@ -24,7 +24,7 @@ import torch
 from smallvit import record as records
 from smallvit.data import Dataset
 from smallvit.pretrained import Weights
-from smallvit.recipe import import_recipe
+from smallvit.recipe import load_recipe
 from smallvit.record import Record
 from smallvit.run import Run, rebuild
 from smallvit.storage import temporary, write_atomic
@@ -101,7 +101,7 @@ def train_group(parcel: Parcel, server: Any) -> list[Record] | Failure:
         torch.set_num_threads(1)
         settings = parcel.settings
         if settings.source is not None:
-            import_recipe(settings.source, settings.recipe_text)
+            load_recipe(local_recipe(settings.source, settings.recipe_text), tuned=False)
         runs = [rebuild(task.run) for task in parcel.tasks]
         for run, task in zip(runs, parcel.tasks):
             use_sent_files(run, task.run, parcel)
@@ -216,6 +216,18 @@ def sees_folder(folder: Path, server: Any) -> bool:
     finally:
         with suppress(OSError):
             probe.unlink()
+
+
+def local_recipe(source: Path, text: str) -> Path:
+    """Return the path of a recipe file on this machine. `source` is its path on the machine of the driver, and `text` its
+    source code. If the file is not here, it is written to the folder `RECEIVED`.
+    """
+    with suppress(OSError):
+        if source.read_text(encoding="utf-8") == text:
+            return source
+    copy = RECEIVED / source.name
+    copy.write_text(text, encoding="utf-8")
+    return copy
 
 
 # Data and weights that were sent

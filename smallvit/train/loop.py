@@ -104,8 +104,9 @@ def choose_device(device: str) -> torch.device:
         raise ValueError(f"device is {device!r}; expected cpu, cuda, mps or auto") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {"cuda": torch.cuda.device_count, "mps": lambda: int(torch.backends.mps.is_available())}
-        if chosen.type in found and (chosen.index or 0) >= found[chosen.type]():
+        found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(chosen.type, bool)
+        there = chosen.index < torch.cuda.device_count() if chosen.type == "cuda" and chosen.index else found()
+        if chosen.type in ("cuda", "mps") and not there:
             raise ValueError(f"device is {device!r}, but torch finds no such GPU on this machine; use the device cpu")
     return chosen
 
