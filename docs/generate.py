@@ -11,6 +11,7 @@ import dataclasses
 import os
 import re
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import smallvit
@@ -93,6 +94,7 @@ def notebooks() -> list[Path]:
     return sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
+@cache
 def generated_pages() -> dict[str, str]:
     """The paths of all generated pages, relative to `docs/`, each with the committed file from which it is made."""
     code = {"index": "__init__.py"}

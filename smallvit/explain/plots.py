@@ -217,8 +217,8 @@ def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Seq
     classes. `guesses` and `labels` are the numbers of the predicted and of the true class, one per image. `classes` holds the
     names of the classes.
 
-    Each number in the figure counts images. The color of a cell is its share of the row: correct predictions
-    are blue; errors are orange, with a color scale that ends at the most frequent error.
+    Each number in the figure counts images. The color of a cell is its share of the row: correct predictions are blue; errors
+    are orange, with a color scale that ends at the most frequent error.
 
     Raises   ValueError for no images, for different numbers of guesses and labels, and for a class without a name.
     """

@@ -50,8 +50,8 @@ def to_rgb(pixels: Any, shown: tuple[float, float] | None = None) -> np.ndarray:
     """Return images as an array of RGB floats from 0 to 1 for matplotlib, shape (batch, height, width, 3). `pixels` has the
     shape (batch, channels, height, width): a tensor or an array of bytes (uint8) or of floats.
 
-    Gray images get three equal channels. `shown` are the values
-    that become 0 and 1; values outside are clipped. None takes those of `shown_range`.
+    Gray images get three equal channels. `shown` are the values that become 0 and 1; values outside are clipped. None takes
+    those of `shown_range`.
 
     Raises   ValueError for another type, another number of dimensions, no images, or neither 1 nor 3 channels.
     """
