@@ -288,6 +288,29 @@ def test_file_or_folder_of_a_slot_works_outside_the_package(slot, tmp_path, monk
         monkeypatch.delitem(sys.modules, name)
 
 
+@pytest.mark.parametrize("part", ["commands", pytest.param("", marks=pytest.mark.slow)], ids=["commands", "all modules"])
+def test_every_module_can_be_the_first_one_that_is_imported(part):
+    """Some modules of a circle can be imported only after others; tests that import those first do not notice."""
+    files = sorted(path.relative_to(PACKAGE.parent) for path in (PACKAGE / part).rglob("*.py") if path.stem != "__main__")
+    names = [".".join((path.parent if path.stem == "__init__" else path.with_suffix("")).parts) for path in files]
+    done = python(
+        "-c",
+        f"""
+import importlib, sys
+
+for name in {names!r}:
+    for loaded in [other for other in sys.modules if other.partition(".")[0] == "smallvit"]:
+        del sys.modules[loaded]
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        print(name, repr(error))
+print("all well")
+""",
+    )
+    assert done.stdout.strip() == "all well", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"], ["list"]], ids=" ".join)
 def test_command_line_does_not_import_torch_for_help(words):
     done = python("-X", "importtime", "-m", "smallvit", *words, cwd=ROOT)

@@ -4,7 +4,6 @@ import math
 from textwrap import wrap
 from typing import Any
 
-from .advise.options import dino_settings, stem_layers
 from .inspection import Inspection
 
 BATCH = 32
@@ -98,6 +97,29 @@ def literal(value: object) -> str:
         return repr(value)
     plain = '"' not in value and value.isprintable() and not value.endswith("\\")
     return repr(value) if not plain else f'r"{value}"' if "\\" in value else f'"{value}"'
+
+
+def stem_layers(patch: int) -> int:
+    """Return the number of layers of a convolutional stem that gives about as many tokens as patches of `patch` pixels. Each
+    layer halves both sides of the image.
+    """
+    return max(round(math.log2(patch)), 1)
+
+
+def dino_settings(images: Inspection) -> dict[str, str]:
+    """Return the settings of a run that pretrains a model with DINO, as a dict from name to code. `images` is what was found in
+    the folder of images, on which the views depend.
+    """
+    colors = "" if images.channels == 3 else ", colour=False"
+    return {
+        "objective": "partial(sv.DINO, koleo=0.1, prototypes=64, momentum=0.97)",
+        "augment": "sv.augment." + ("digit_crops(local=0)" if images.digits else f"photo_crops(local=0{colors})"),
+        "unlabelled": "True",
+        "batch": "64",
+        "clip": "0.0",
+        "ema": "0.0",
+        "evaluators": "(sv.knn,)",
+    }
 
 
 def baseline_text(images: Inspection) -> str:

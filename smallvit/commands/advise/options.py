@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..recipe_template import dino_settings, stem_layers
+
 if TYPE_CHECKING:
     from ..inspection import Inspection
 
@@ -123,13 +125,6 @@ def known_gain(group: str, labels: int) -> tuple[float | None, str]:
     return (None, "") if nearest is None else measured[nearest]
 
 
-def stem_layers(patch: int) -> int:
-    """Return the number of layers of a convolutional stem that gives about as many tokens as patches of `patch` pixels. Each
-    layer halves both sides of the image.
-    """
-    return max(round(math.log2(patch)), 1)
-
-
 MOVED = "training images are mirrored and moved at random"
 BENT = "training images are turned, moved, scaled and bent"
 
@@ -172,19 +167,3 @@ def pretrainings(images: "Inspection") -> tuple[Option, ...]:
         Option("random weights", {}),
         *[Option("DINO on the same images", {"init": dino}, 6.0, first)] * possible,
     )
-
-
-def dino_settings(images: "Inspection") -> dict[str, str]:
-    """Return the settings of a run that pretrains a model with DINO, as a dict from name to code. `images` is what was found in
-    the folder of images, on which the views depend.
-    """
-    colors = "" if images.channels == 3 else ", colour=False"
-    return {
-        "objective": "partial(sv.DINO, koleo=0.1, prototypes=64, momentum=0.97)",
-        "augment": "sv.augment." + ("digit_crops(local=0)" if images.digits else f"photo_crops(local=0{colors})"),
-        "unlabelled": "True",
-        "batch": "64",
-        "clip": "0.0",
-        "ema": "0.0",
-        "evaluators": "(sv.knn,)",
-    }
