@@ -610,7 +610,8 @@ def recipes_table(recipes: Iterable[str]) -> str:
     lines = [["Recipe", "Parameters", "Steps", "Batch", "Seeds", "Labels", "Learning rates"], ["---"] * 7]
     for recipe in recipes:
         rows = comparison(recipe).main_rows
-        first = next(row for row in rows if row.role == "baseline")
+        baselines = [row for row in rows if row.role == "baseline"]
+        first = max(baselines, key=lambda row: (row.condition.tuned, len(row.seeds)))  # the first of these, if several
         records = [record for record in records_of(recipe) if record.arm == first.arm]
         longest, batch = max(record.steps or 0 for record in records), records[0].run["batch"]
         labels = ", ".join(f"{n:,}" if n else "all" for n in dict.fromkeys(row.labels for row in rows if row.arm == first.arm))

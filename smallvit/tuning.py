@@ -255,8 +255,8 @@ def same_options(plain: dict[str, Any], tune: Tune | None) -> bool:
 
 def with_tuned(runs: Sequence["ArmRun"], recipe: str | Path) -> list["ArmRun"]:
     """Return the runs of a comparison, followed by copies with tuned settings if the file `R.tuned.json` lies beside the recipe
-    file. With `Tune(common=False)` a copy replaces its run. `runs` are the runs without tuning, and `recipe` is the path of the
-    recipe file. Raises ValueError if the file is damaged or does not fit the recipe.
+    file. With `Tune(common=False)` a copy takes the place of its run. `runs` are the runs without tuning, and `recipe` is the
+    path of the recipe file. Raises ValueError if the file is damaged or does not fit the recipe.
 
     Arms (variants) that have not been tuned yet at some number of labels have no copy there: see `untuned_cells`.
     """
@@ -264,9 +264,9 @@ def with_tuned(runs: Sequence["ArmRun"], recipe: str | Path) -> list["ArmRun"]:
     if not path.exists():
         return list(runs)
     copies = apply(runs, path)
-    cells = one_per_cell(copies)
-    kept = [entry for entry in runs if entry.tune is None or entry.tune.common or (entry.arm, entry.labels) not in cells]
-    return [*kept, *copies]
+    instead = {(entry.arm, entry.labels, entry.seed): entry for entry in copies if entry.tune and not entry.tune.common}
+    found = [instead.pop((entry.arm, entry.labels, entry.seed), entry) for entry in runs]
+    return [*found, *(entry for entry in copies if entry.tune is None or entry.tune.common)]
 
 
 def untuned_cells(runs: Iterable["ArmRun"]) -> list[tuple[str, int | None]]:
