@@ -136,10 +136,11 @@ class NumericsContext:
         self.compiled = compiled_blocks(objective) if numerics.compiled else []
         self.shortcuts: list[tuple[Any, str, Any]] = []  # modules, and the attribute and value that make each of them faster
         if self.native:
-            from smallvit.native import native_blocks, shortcuts
+            from smallvit.native import InnerPasses, native_blocks, shortcuts
 
             self.compiled = native_blocks(objective)
             self.shortcuts = shortcuts(objective)
+            self.inner_passes = InnerPasses()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -163,14 +164,20 @@ class NumericsContext:
                     leave(module, name, user)
 
     def gradients_in_place(self, wanted: bool) -> AbstractContextManager:
-        """Context manager for a forward pass. If `wanted`, and if the kernel is "native", the backward pass adds the gradients
-        of the blocks to their existing `.grad` without the help of autograd, which takes less time.
+        """Context manager for the forward pass of a training step. If `wanted`, and if the kernel is "native", the backward
+        pass adds the gradients of the blocks to their existing `.grad` without the help of autograd, which takes less time. An
+        objective that computes gradients itself, and does so from the first step on, always gets them from autograd.
         """
-        if not (wanted and self.native):
+        if not self.native:
             return nullcontext()
         from smallvit.native import gradients_in_place
 
-        return gradients_in_place()
+        return gradients_in_place(wanted, self.inner_passes)
+
+    @property
+    def native_calls(self) -> int:
+        """How often the native kernel has computed blocks of the models in this context."""
+        return sum(getattr(part, "calls", 0) for _, call in self.compiled if self.native for part in call.args[0])
 
 
 def leave(module: "nn.Module", name: str, user: object):

@@ -36,10 +36,15 @@ class NotWritten(ValueError):
 def cache_folder() -> Path:
     """Return the folder of the user for files that smallvit can make or download again: the one that the environment variable
     SMALLVIT_CACHE names, or `smallvit` in that of XDG_CACHE_HOME, by default in `~/.cache`.
+
+    Raises ValueError if the user has no home folder, as in some containers, and the folder depends on it.
     """
-    if own := os.environ.get("SMALLVIT_CACHE"):
-        return Path(own).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "smallvit"
+    try:
+        if own := os.environ.get("SMALLVIT_CACHE"):
+            return Path(own).expanduser().absolute()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "smallvit"
+    except RuntimeError as error:
+        raise ValueError("you have no home folder for files to keep; set SMALLVIT_CACHE to a folder of your own") from error
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]):

@@ -51,6 +51,7 @@ from smallvit.optim import FlatAdamW, lay_in_a_row
 from smallvit.recipe import load_recipe
 from smallvit.record import WEIGHTS
 from smallvit.reduction import LayerContext
+from smallvit.storage import cache_folder
 from smallvit.train import evaluation, fit, fit_stacked, loop
 from smallvit.vit import Blocks, LayerScale
 
@@ -1062,11 +1063,12 @@ def copying_compiler(tmp_path, monkeypatch):
     forget_compiler()
 
 
-def test_library_that_was_cut_off_is_compiled_again(copying_compiler):
+@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda whole: bytes(len(whole))], ids=["cut", "zeros"])
+def test_library_that_was_damaged_is_compiled_again(damage, copying_compiler):
     path = Path(native.compiler.library()._name)
     whole = path.read_bytes()
     path.unlink()  # this process has loaded the file; another one takes its place
-    path.write_bytes(whole[: len(whole) // 2])
+    path.write_bytes(damage(whole))
     assert not native.compiler.is_whole(path)  # loading it would end this process
     forget_compiler()
     native.compiler.library()
@@ -1083,7 +1085,22 @@ def test_process_does_not_wait_for_ever_for_another_one_that_compiles(copying_co
     path = Path(native.compiler.library()._name)
     forget_compiler()
     with FileLock(path.with_suffix(".lock")):
+        assert native.reason_against() is None  # a library that is there needs no lock
+        forget_compiler()
+        path.with_suffix(".sha256").unlink()
         assert f"could not be compiled or loaded in {path.parent}" in (native.reason_against() or "")
+
+
+def test_without_a_home_folder_the_kernel_lies_in_a_temporary_folder(tmp_path, monkeypatch):
+    def no_home(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("SMALLVIT_CACHE", raising=False)
+    assert native.compiler.code_folder().parent == tmp_path
+    with pytest.raises(ValueError, match=r"you have no home folder .* set SMALLVIT_CACHE"):
+        cache_folder()
 
 
 def load_library(barrier, names):
@@ -1383,6 +1400,62 @@ def test_weights_that_change_before_the_backward_pass_are_an_error():
         backward(blocks, native_call(blocks), x, change)
 
 
+def train_with_an_inner_pass(blocks, call, first: int) -> list:
+    """The gradients of the weights after three steps that find the gradient of the tokens first, from step `first` on."""
+    inner, x = native.InnerPasses(), torch.randn(3, 17, 32, generator=torch.Generator().manual_seed(0))
+    for step in range(3):
+        with native.gradients_in_place(step > 0, inner):
+            images = x.clone().requires_grad_()
+            if step >= first:
+                (gradient,) = torch.autograd.grad(call(images)[0].square().sum(), images)
+                images = (images + 0.1 * gradient.sign()).detach().requires_grad_()
+            loss = call(images)[0].square().sum()
+        loss.backward()
+    return [p.grad for p in blocks.parameters()]
+
+
+def test_gradients_that_an_objective_computes_itself_stay_out_of_the_weights():
+    blocks = make_blocks()
+    other = copy.deepcopy(blocks)
+    found, expected = (train_with_an_inner_pass(each, call, 0) for each, call in ((blocks, native_call(blocks)), (other, other)))
+    assert error(found, [each.double() for each in expected]) < 1e-5
+    with pytest.raises(RuntimeError, match=r"did not do so in the first step; .* kernel=rule"):
+        train_with_an_inner_pass(blocks, native_call(blocks), 1)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["by autograd", "in place"])
+def test_memory_is_free_after_the_backward_pass_though_the_loss_is_kept(in_place):
+    blocks, pool = with_gradients(make_blocks()), native.autograd.POOL
+    call, x = native_call(blocks), torch.randn(3, 17, 32, requires_grad=True)
+    for keep_graph in (False, True):
+        with native.gradients_in_place(in_place):
+            out = call(x)[0]
+        before = len(pool.free)
+        out.sum().backward(retain_graph=keep_graph)
+        assert (len(pool.free) > before) is not keep_graph
+        if keep_graph:
+            expected = x.grad.clone()
+            out.sum().backward()
+            torch.testing.assert_close(x.grad - expected, expected / 2)
+
+
+def test_branches_that_all_images_skip_have_gradients_of_zero():
+    blocks, x = make_blocks(depth=1, drop_path=0.999), torch.randn(2, 17, 32, requires_grad=True)
+    for parameter in blocks.parameters():
+        parameter.grad = torch.full_like(parameter, -0.0)
+    torch.manual_seed(0)
+    for found in backward(blocks, native_call(blocks.train()), x):
+        assert torch.equal(found, torch.zeros_like(found)) and not found.signbit().any()
+
+
+def test_kernel_that_was_chosen_in_inference_mode_can_train():
+    blocks, x = make_blocks(), torch.randn(2, 5, 32)
+    with torch.inference_mode():
+        call = native_call(blocks)
+    call(x)[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in blocks.parameters())
+
+
 def test_several_gradients_at_once_are_refused_in_words():
     blocks, x = make_blocks(), torch.randn(2, 5, 32, requires_grad=True)
     out, _ = native_call(blocks)(x)
@@ -1505,6 +1578,8 @@ def test_evaluation_uses_the_kernel_only_if_it_predicts_the_same_classes(tmp_pat
     plain = fit(RUN, tmp_path / "plain")
     assert [record.evaluated for record in (agreeing, differing, plain)] == ["native", "rule", "rule"]
     assert agreeing.correct == differing.correct
+    monkeypatch.setattr(native.blocks, "MOST_TOKENS", 10)
+    assert fit(RUN, tmp_path / "by PyTorch", numerics=NATIVE).evaluated == "rule"
     assert differing.test["nll"] == pytest.approx(agreeing.test["nll"], abs=1e-5)
 
 

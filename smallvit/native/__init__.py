@@ -14,9 +14,9 @@ blocks.py      native_blocks, NativeBlocks: the blocks of an objective, and why 
 shortcuts.py   faster ways through a tokenizer and the last norm of a ViT
 """
 
-from .autograd import gradients_in_place
+from .autograd import InnerPasses, gradients_in_place
 from .blocks import native_blocks, reason_against_block
 from .compiler import reason_against
 from .shortcuts import shortcuts
 
-__all__ = ["gradients_in_place", "native_blocks", "reason_against", "reason_against_block", "shortcuts"]
+__all__ = ["InnerPasses", "gradients_in_place", "native_blocks", "reason_against", "reason_against_block", "shortcuts"]

@@ -14,32 +14,54 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from smallvit.convolution import leading
 
 from .compiler import library
-from .memory import POOL, Loan, in_memory, pointer
+from .memory import POOL, in_memory, pointer
 
 if TYPE_CHECKING:
     from .branches import NativeBranches
 
 
+class InnerPasses:
+    """Whether a backward pass has run inside a forward pass. A training objective does so if it computes gradients itself, such
+    as those of the images.
+    """
+
+    seen = False
+
+
 class InPlace(local):
-    """Whether gradients are added to `.grad` directly, in each thread."""
+    """Whether gradients are added to `.grad` directly, in each thread. `inner` is set during a forward pass."""
 
     on = False
+    inner: InnerPasses | None = None
 
 
 IN_PLACE = InPlace()
 
 
 @contextmanager
-def gradients_in_place() -> Iterator[None]:
-    """Context manager for a forward pass. Its backward pass adds the gradients of weights to their existing `.grad` itself,
-    which saves time. So `torch.autograd.grad`, which expects gradients as results, must not be used after it. Where the kernel
-    cannot add them, such as for weights with hooks, autograd does it: see `gradients_to_fill`.
+def gradients_in_place(wanted: bool = True, inner: InnerPasses | None = None) -> Iterator[None]:
+    """Context manager for a forward pass. Its backward pass, which follows outside, adds the gradients of weights to their
+    existing `.grad` itself, which saves time. So `torch.autograd.grad`, which expects gradients as results, must not be used
+    after it. Where the kernel cannot add them, such as for weights with hooks, autograd does it: see `gradients_to_fill`.
+
+    A backward pass inside the context manager gets its gradients from autograd. It sets `inner.seen`, and forward passes with
+    the same `inner` leave all gradients to autograd from then on. So do those with `wanted=False`, which notice such a pass
+    before it can go wrong. A pass that begins later raises RuntimeError.
     """
-    before, IN_PLACE.on = IN_PLACE.on, True
+    before = IN_PLACE.on, IN_PLACE.inner
+    inner = inner or InnerPasses()
+    IN_PLACE.on, IN_PLACE.inner = wanted and not inner.seen, inner
     try:
         yield
     finally:
-        IN_PLACE.on = before
+        IN_PLACE.on, IN_PLACE.inner = before
+
+
+def is_inner_pass() -> bool:
+    """Return whether a backward pass runs inside a forward pass, and remember it."""
+    if IN_PLACE.inner is not None:
+        IN_PLACE.inner.seen = True
+    return IN_PLACE.inner is not None
 
 
 class Call(NamedTuple):
@@ -49,7 +71,7 @@ class Call(NamedTuple):
     draws: list[bool]  # for each branch: whether random images skip it (stochastic depth)
     half: bool
     gradients: bool  # whether a backward pass may follow
-    kept: list[Loan]  # what the forward pass leaves for it, one for each model
+    kept: list[Tensor]  # what the forward pass leaves for it, one for each model, until autograd has it
     keys: bool = False  # whether the keys of the last branch, an attention, are wanted too
     weights: Sequence[Tensor | None] = ()  # read by `NativeFunctionInPlace` only, which hides them from autograd
     targets: Sequence[Tensor | None] = ()  # for it, too: the `.grad` of each weight
@@ -57,7 +79,7 @@ class Call(NamedTuple):
 
 
 def compute(call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, weights: Sequence[Tensor | None]) -> Any:
-    """Return the output of the branches for tokens `x`, and keep what a backward pass needs in `call.kept`. If `call.keys`,
+    """Return the output of the branches for tokens `x`, and put what a backward pass needs into `call.kept`. If `call.keys`,
     return also the mean over heads of the keys of the last branch. For `keep`, see `NativeBranches.kept_images`.
     """
     x, keep = in_memory(x), None if keep is None else keep.contiguous()
@@ -71,16 +93,16 @@ def compute(call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, weights: S
         to_keys = pointer(member(keys, call, index))
         library().blocks_forward(problem, pointer(tokens), pointer(result), to_keys, kept and kept.pointer, scratch.pointer)
         if kept:
-            call.kept.append(kept)
+            call.kept.append(kept.as_tensor())
     return out if keys is None else (out, keys)
 
 
 def compute_backward(
     call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, d_out: Tensor, weights: Sequence[Tensor | None],
-    targets: Sequence[Tensor | None],
+    targets: Sequence[Tensor | None], kept: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the tokens `x`, from the gradient `d_out` of the output. The gradients of `weights` are added to
-    the tensors in `targets`.
+    the tensors in `targets`. `kept` is what the forward pass left in `call.kept`.
 
     Raises RuntimeError if a second derivative may follow, and if PyTorch asks for several gradients at once.
     """
@@ -97,13 +119,14 @@ def compute_backward(
         own = [[member(t, call, index) for t in tensors] for tensors in (weights, targets)]
         problem = call.branches.problem(call, tokens, member(bias, call, index), member(keep, call, index), *own)
         scratch = POOL.lend(library().blocks_scratch_floats(problem, 1, 1))
-        library().blocks_backward(problem, pointer(tokens), pointer(d), call.kept[index].pointer, scratch.pointer)
+        library().blocks_backward(problem, pointer(tokens), pointer(d), pointer(kept[index]), scratch.pointer)
     return d_x
 
 
 def compute_backward_in_place(
-    call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, d_out: Tensor, weights: Sequence[Any], targets: Sequence[Any]
-) -> tuple[Tensor, list[Tensor | None]]:
+    call: Call, x: Tensor, bias: Tensor, keep: Tensor | None, d_out: Tensor, weights: Sequence[Any], targets: Sequence[Any],
+    kept: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     """Like `compute_backward`, for `targets` that were the `.grad` of the weights in the forward pass. Return also a list
     with the gradients that autograd must add: those of weights that have another `.grad` or a hook since then. The others are
     None.
@@ -114,7 +137,9 @@ def compute_backward_in_place(
     ]
     added: list[Tensor | None] = new_gradients(weights, changed) if any(changed) else [None] * len(changed)
     own = [gradient if other else target for gradient, other, target in zip(added, changed, targets)]
-    return compute_backward(call, x, bias, keep, d_out, weights, own), added
+    if keep is not None:  # a branch that all images skip adds nothing, where PyTorch gives gradients of 0.0: see `FlatAdamW`
+        torch._foreach_add_([gradient for gradient in own if gradient is not None], 0.0)
+    return compute_backward(call, x, bias, keep, d_out, weights, own, kept), added
 
 
 class NativeFunction(torch.autograd.Function):
@@ -130,17 +155,19 @@ class NativeFunction(torch.autograd.Function):
         if call.keys:
             ctx.mark_non_differentiable(output[1])
         ctx.call = call
-        ctx.targets = gradients_to_fill(tensors[3:]) if IN_PLACE.on else None
-        ctx.save_for_backward(*tensors)
+        ctx.targets, ctx.tensors = gradients_to_fill(tensors[3:]) if IN_PLACE.on else None, len(tensors)
+        ctx.save_for_backward(*tensors, *call.kept)
+        call.kept.clear()
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        call, (x, bias, keep, *weights) = ctx.call, ctx.saved_tensors
-        if ctx.targets is not None:
-            d_x, targets = compute_backward_in_place(call, x, bias, keep, d_out, weights, ctx.targets)
+        call, saved = ctx.call, ctx.saved_tensors
+        (x, bias, keep, *weights), kept = saved[: ctx.tensors], saved[ctx.tensors :]
+        if not is_inner_pass() and ctx.targets is not None:
+            d_x, targets = compute_backward_in_place(call, x, bias, keep, d_out, weights, ctx.targets, kept)
             return None, d_x, None, None, *targets
         targets = new_gradients(weights, ctx.needs_input_grad[4:])
-        return None, compute_backward(call, x, bias, keep, d_out, weights, targets), None, None, *targets
+        return None, compute_backward(call, x, bias, keep, d_out, weights, targets, kept), None, None, *targets
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, *tensors: Tensor | None) -> tuple[Any, Any]:
@@ -160,21 +187,27 @@ class NativeFunctionInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, bias: Tensor, keep: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.call, ctx.versions = call, versions(call.weights)
-        ctx.save_for_backward(x, bias, keep)
         output = compute(call, x, bias, keep, call.weights)
+        ctx.save_for_backward(x, bias, keep, *call.kept)
+        call.kept.clear()
         if call.keys:
             ctx.mark_non_differentiable(output[1])
         return output
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        call, (x, bias, keep) = ctx.call, ctx.saved_tensors
+        call, (x, bias, keep, *kept) = ctx.call, ctx.saved_tensors
+        if is_inner_pass():
+            raise RuntimeError(
+                "the training objective computes gradients in its forward pass now, and did not do so in the first step; "
+                "compute them in each step, or train with kernel=rule in place of kernel=native"
+            )
         if versions(call.weights) != ctx.versions:
             raise RuntimeError(
                 "a weight of the native blocks was changed in place between the forward and the backward pass, which needs the "
                 "old value; change weights after the backward pass"
             )
-        d_x, gradients = compute_backward_in_place(call, x, bias, keep, d_out, call.weights, call.targets)
+        d_x, gradients = compute_backward_in_place(call, x, bias, keep, d_out, call.weights, call.targets, kept)
         for weight, gradient in zip(call.weights, gradients):
             # autograd, too, drops the gradient of a weight that needs none any more
             if weight is not None and gradient is not None and weight.requires_grad:

@@ -105,6 +105,7 @@ class NativeBlocks:
         self.attentions = self.structure.attentions
         self.width = blocks[0].norm1.normalized_shape[0]
         self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
+        self.calls = 0  # how often the kernel has computed them
         self.biases: dict[int, Tensor] = {}  # by number of tokens
         self.parts: list[tuple[NativeBranches, Any]] = []  # branches, and the reduction after them
         found: list[tuple[Block, bool]] = []
@@ -125,6 +126,7 @@ class NativeBlocks:
         half, weights = torch.is_autocast_enabled("cpu"), self.weights()
         if self.fallback(x, size, mask, weights, half):
             return one_after_another(self.blocks, x, size, mask, places)
+        self.calls += 1
         for branches, reduction in self.parts:
             own, weights = weights[: len(branches.weights)], weights[len(branches.weights) :]
             x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduction is not None)

@@ -47,7 +47,8 @@ class NativeBranches:
         branch.outer = attention.proj.in_features
         branch.inner = 3 * branch.outer
         scale: Any = plain_attention(attention).scale  # pyright: ignore[reportOptionalMemberAccess]
-        constant = None if isinstance(scale, str) else torch.full((branch.heads,), scale, dtype=torch.float32, device="cpu")
+        with torch.inference_mode(False):  # a tensor that autograd can save later
+            constant = None if isinstance(scale, str) else torch.full((branch.heads,), scale, dtype=torch.float32, device="cpu")
         where = (attention._parameters, scale) if constant is None else ({"": constant}, "")
         self.weights += [*addresses(block.norm1), *addresses(attention.qkv), *addresses(attention.proj), where]
         self.shapes += weight_shapes(block, branch.inner, branch.outer, branch.heads)

@@ -41,11 +41,12 @@ def library() -> ctypes.CDLL:
         target = run([*compiler, "-march=native", "-E", "-v", "-"], input="")  # what "native" means on this processor
         key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, *compiler, version, target, processor()]).encode())
         path = folder / f"blocks-{key.hexdigest()[:20]}.so"
-        with locked(path.with_suffix(".lock"), timeout=COMPILE_SECONDS):
-            if not is_whole(path):
-                compiled = compile_source(compiler)
-                write_atomic(path, lambda new: new.write_bytes(compiled))
-                write_text(path.with_suffix(".size"), str(len(compiled)))
+        if not is_whole(path):  # a library that is there can also be used in a folder that cannot be written
+            with locked(path.with_suffix(".lock"), timeout=COMPILE_SECONDS):
+                if not is_whole(path):
+                    compiled = compile_source(compiler)
+                    write_atomic(path, lambda new: new.write_bytes(compiled))
+                    write_text(path.with_suffix(".sha256"), hashlib.sha256(compiled).hexdigest())
         found = ctypes.CDLL(str(path))
     except (OSError, ValueError) as error:
         raise NotAvailable(f"the kernel could not be compiled or loaded in {folder}: {error}") from error
@@ -55,11 +56,11 @@ def library() -> ctypes.CDLL:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a compiled library exists and has the size that lies beside it. A library that a full disk or the like has
-    cut off would end the process when it is loaded.
+    """Return whether a compiled library exists and has the hash that lies beside it. A library that a full disk or the like has
+    damaged would end the process when it is loaded.
     """
     try:
-        return path.stat().st_size == int(path.with_suffix(".size").read_text())
+        return hashlib.sha256(path.read_bytes()).hexdigest() == path.with_suffix(".sha256").read_text()
     except (OSError, ValueError):
         return False
 
@@ -92,17 +93,18 @@ def processor() -> str:
 
 
 def code_folder() -> Path:
-    """Return the folder for compiled code. If the user's own cache folder cannot be written, it is a temporary folder, which
+    """Return the folder for compiled code. If the user has no cache folder that can be written, it is a temporary folder, which
     nobody else can write.
 
     Raises NotAvailable if another user owns or can write the temporary folder, because its code would be run.
     """
-    folder = cache_folder()
-    if os.environ.get("SMALLVIT_CACHE"):
-        return folder
-    parents = [parent for parent in (folder, *folder.parents) if parent.exists()]
-    if parents and os.access(parents[0], os.W_OK):
-        return folder
+    with suppress(ValueError):  # there is no home folder
+        folder = cache_folder()
+        if os.environ.get("SMALLVIT_CACHE"):
+            return folder
+        parents = [parent for parent in (folder, *folder.parents) if parent.exists()]
+        if parents and os.access(parents[0], os.W_OK):
+            return folder
     user = os.getuid() if hasattr(os, "getuid") else None
     folder = Path(tempfile.gettempdir()) / f"smallvit-{'cache' if user is None else user}"
     with suppress(OSError):  # `library` says if it cannot be made

@@ -4,6 +4,7 @@ import ctypes
 import mmap
 from contextlib import suppress
 from threading import RLock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,12 @@ class Loan:
 
     def __init__(self, pool: Pool, memory: Tensor):
         self.pool, self.memory, self.pointer = pool, memory, pointer(memory)
+
+    def as_tensor(self) -> Tensor:
+        """Return the memory as a tensor, which autograd can save and free. The loan ends when the tensor is gone."""
+        tensor: Any = self.memory.detach()
+        tensor.loan = self
+        return tensor
 
     def __del__(self):
         with self.pool.lock:
