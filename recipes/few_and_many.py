@@ -23,7 +23,7 @@ Expected  At 10 labels, one of each class, the baseline reaches 65%. Without def
 Found     With 10 labels, one of each class, FixMatch is better than six times the steps by 17.02 points [11.73, 22.31] and has
           the highest mean of all arms, 86.65%. The three other tokenizers gain much more than expected: the tokenizer of CCT is
           better than the baseline (63.79%) by 12.33 points [9.12, 15.54], the convolutional stem by 10.23 [7.45, 13.01] and
-          shifted patches, for which no effect was expected, by 8.66 [6.49, 10.84]. Six times the steps are better by 5.84
+          shifted patches, which were expected to be inconclusive, by 8.66 [6.49, 10.84]. Six times the steps are better by 5.84
           points [3.84, 7.84], MAE by 4.70 [2.46, 6.94], as expected, but this is fragile. Without deformations the ViT is worse
           by 29.52 points [22.72, 36.33], more than expected, and has a lower mean than logistic regression on pixels (45.54%).
           SwiGLU (2.87 points [0.81, 4.93]), Muon (1.75 [-0.34, 3.84]) and mixup (1.07 [-1.20, 3.34]) are inconclusive, as
@@ -39,13 +39,12 @@ Limits    Only the learning rate was tuned, with trials of a quarter of the step
           seeds. At 10 labels these are 11,188 labelled images, a thousand times as many as a run has. In its short trials at
           10,000 labels FixMatch scored like scratch, so its rate was chosen before it made a difference. It sees the labelled
           digits a sixth as often as six times the steps do. With 10,000 labels the baseline and Muon were still improving at
-          the end (`smallvit report` prints an alarm), so a part of all gains there may be faster learning. Training shows
-          each of 10,000 images fewer than eight times. Deformations and mixup make learning slower, so they may bring more in
-          longer training, which was not tried. Two seeds share many of their 10,000 training images, for which the intervals
-          are widened: the loss without deformations and the gain of shifted patches are shown for these training images only.
-          The arms had been shown to be better at 100 or at 1,000 labels, so this says nothing about techniques that help at
-          10 or 10,000 labels only. The seconds cannot be compared between arms. Verdicts are about new seeds and new test
-          images.
+          the end (`smallvit report` prints an alarm), so a part of all gains there may be faster learning. Training shows each
+          of 10,000 images fewer than eight times. Deformations and mixup make learning slower, so they may bring more in longer
+          training, which was not tried. Two seeds share many of their 10,000 training images, for which the intervals are
+          widened: the loss without deformations and the gain of shifted patches are shown for these training images only. The
+          arms had been shown to be better at 100 or at 1,000 labels, so this says nothing about techniques that help at 10 or
+          10,000 labels only. The seconds cannot be compared between arms. Verdicts are about new seeds and new test images.
 """
 
 from functools import partial

@@ -28,22 +28,23 @@ Found     All 8 comparisons are better; two are fragile. At 10 labels six times 
           expected. DINO gains 0.81 points [0.37, 1.26] more than these, which is fragile and somewhat more than expected
           (96.86%). Distillation adds 0.35 points, and the spread labels 1.24 points [0.81, 1.66] (98.10%), both as expected.
           Spreading was not compared with distillation; its mean is higher by almost eight points at 10 labels and by nearly one
-          at 100. Over the seeds it varies less than DINO at 10 labels (SD 1.22 against SD 6.34), so the expected variation did
-          not appear.
+          at 100. Over the seeds it varies less than DINO at 10 labels (SD 1.22 against SD 6.34), which is less variation than
+          expected; it is still twice that at 100 labels (SD 0.65).
 
-Limits    The options of DINO were chosen on 5,000 labelled validation images, in the recipe `dino`; and of what follows it,
-          the length, 1,500 steps, was chosen on training images whose labels nothing had used. Only the learning rates were
-          tuned here. That of "DINO, then distilled" at 10 labels lies at the lower end of its range, so a lower one may be
-          better. DINO sees fewer images than six times the steps, but each of its steps costs more: it takes 7% more time at
-          10 labels, and 77% more at 100, where fewer other programs ran beside. What follows DINO costs more again, so a part
-          of its gain could come from longer training. There are 8 seeds. Verdicts are about new seeds and new test images.
+Limits    The options of DINO were chosen on 5,000 labelled validation images, in the recipe `dino`; and of what follows it, the
+          length, 1,500 steps, was chosen on training images whose labels nothing had used. Only the learning rates were tuned
+          here. That of "DINO, then distilled" at 10 labels lies at the lower end of its range, so a lower one may be better.
+          DINO sees fewer images than six times the steps, but each of its steps costs more: it took 7% more time at 10 labels,
+          and 77% more at 100, but other programs ran beside, and in the recipe `dino`, where the same runs were made again, it
+          took less time at 100 labels. What follows DINO costs more again, so a part of its gain could come from longer
+          training. There are 8 seeds. Verdicts are about new seeds and new test images.
 
-Earlier   An earlier version of this recipe trained for 1,000 steps with one learning rate for each kind of arm and 6 seeds,
-          and compared all arms with scratch. The spread labels were better than that by 31.55 points at 10 labels (97.26%)
-          and by 3.16 points at 100 (98.15%), DINO by 22.15 and 1.89 points. Four times the steps were inconclusive. In its
-          trials, these choices made no difference: 5, 10 or 20 neighbors, the share of the labels that is passed on, weights
-          of the neighbors, balanced classes, using only the most certain nine tenths of the labels, and spreading the labels
-          again with the features learned from them.
+Earlier   An earlier version of this recipe trained for 1,000 steps with one learning rate for each kind of arm and 6 seeds, and
+          compared all arms with scratch. The spread labels were better than that by 31.55 points at 10 labels (97.26%) and by
+          3.16 points at 100 (98.15%), DINO by 22.15 and 1.89 points. Four times the steps were inconclusive. In its trials, no
+          clear difference was seen between these choices: 5, 10 or 20 neighbors, the share of the labels that is passed on,
+          weights of the neighbors, balanced classes, using only the most certain nine tenths of the labels, and spreading the
+          labels again with the features learned from them.
 """
 
 from functools import partial

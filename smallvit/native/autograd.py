@@ -138,7 +138,9 @@ def compute_backward_in_place(
     added: list[Tensor | None] = new_gradients(weights, changed) if any(changed) else [None] * len(changed)
     own = [gradient if other else target for gradient, other, target in zip(added, changed, targets)]
     if keep is not None:  # a branch that all images skip adds nothing, where PyTorch gives gradients of 0.0: see `FlatAdamW`
-        torch._foreach_add_([gradient for gradient in own if gradient is not None], 0.0)
+        for gradient in own:
+            if gradient is not None:
+                gradient.add_(0.0)
     return compute_backward(call, x, bias, keep, d_out, weights, own, kept), added
 
 
