@@ -117,6 +117,14 @@ def test_a_best_value_at_the_edge_of_its_range_gives_one_warning_for_each_option
     assert not at_the_edge(runs("A", tuning=edge | {"edge": []})) and set(lines) <= set(warnings(rows))
 
 
+@pytest.mark.parametrize("chosen, warned", [(0.001, True), (0.002, False), (0.004, True)])
+def test_the_highest_and_the_lowest_value_that_were_tried_are_an_edge_too(chosen, warned):
+    curve = [[{"lr": value, "schedule": "cosine"}, 0.9, 1] for value in (0.004, 0.001, 0.002)]
+    tuning = {"settings": {"lr": chosen, "schedule": "cosine"}, "trials": 3, "edge": [], "curve": curve}
+    assert bool(at_the_edge(runs("A", tuning=tuning))) is warned
+    assert not at_the_edge(runs("A", tuning=tuning | {"curve": curve[1:]})), "two values have no middle"
+
+
 @pytest.mark.parametrize("images, guesses", [(100, True), (10_000, False), (None, False)])
 def test_guessing_depends_on_the_number_of_test_images(images, guesses):
     rows = [replace(r, test={"accuracy": 0.135 + r.seed / 10_000}) for r in runs("A", seeds=8, test_majority=0.1135)]

@@ -15,7 +15,7 @@ from smallvit.verdicts.single_folds import FoldVariance
 from smallvit.verdicts.statistics import FOLDS_FACTOR, MIN_PAIRS, TIE, spread
 
 from .format import join_names
-from .settings import option_name
+from .settings import option_name, options_at_edge
 
 PIXELS = "smallvit.references.Pixels"  # the model of the references that classify raw pixels
 RISE = 0.003  # of the validation accuracy over the last quarter of training; less than 0.3 points is no alarm
@@ -153,13 +153,13 @@ def accuracy_of(record: Record) -> float | None:
 
 
 def at_the_edge(records: Sequence[Record]) -> list[str]:
-    """Return a list of warnings, one for each tuned option whose best value lies at the edge of its range, with the names of
-    the arms (variants) for which this holds. `records` are the results of the runs.
+    """Return a list of warnings, one for each tuned option whose best value lies at the edge of its range or of the values that
+    were tried, with the names of the arms (variants) for which this holds. `records` are the results of the runs.
     """
     cells = main_cells(records)
     found: dict[str, list[tuple[Condition, str]]] = {}
     for cell, runs in cells.items():
-        for option in (runs[0].tuning or {}).get("edge") or ():
+        for option in options_at_edge(runs[0].tuning) if runs[0].tuning else ():
             found.setdefault(option, []).append(cell)
     return [
         f"The best {option_name(option)} lies at the edge of its range, so a better one may lie outside, for "

@@ -171,6 +171,19 @@ def tuning_curves(comparison: Comparison, records: Sequence[Record]) -> dict[tup
     return found
 
 
+def options_at_edge(tuning: dict) -> list[str]:
+    """Return the names of the tuned options whose best value lies at the edge of its range, or is the smallest or the largest
+    of at least three numbers that were tried. `tuning` is how the settings of an arm (variant) were chosen (`Record.tuning`).
+    """
+    found = []
+    for option, chosen in tuning["settings"].items():
+        values = {settings.get(option) for settings, _, _ in tuning.get("curve") or ()}
+        numbers = {value for value in values if type(value) in (int, float)}
+        if option in (tuning.get("edge") or ()) or (len(numbers) >= 3 and chosen in (min(numbers), max(numbers))):
+            found.append(option)
+    return found
+
+
 def initial_weights(records: Sequence[Record]) -> dict[str, str]:
     """Return a dict from the name of an arm (variant) to the origin of its initial weights as text, such as `weights of A`. The
     origin is another arm or a file of pretrained weights. `records` are the results of the runs.

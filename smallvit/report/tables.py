@@ -23,7 +23,7 @@ from .format import (
     percent,
     seeds_interval,
 )
-from .settings import option_name, tuning_of
+from .settings import option_name, options_at_edge, tuning_of
 from .units import score_in, score_of
 
 TUNED, LENGTHS, OTHER_COSTS = "Tuned against common settings", "Difference and training length", "Costs under other conditions"
@@ -248,8 +248,8 @@ def length_cell(row: Row) -> Cell:
 
 def chosen_settings(tuning: dict, common: dict) -> Cell:
     """Return the settings that were chosen for an arm (variant) as text, and remarks: the common values (those of the recipe),
-    and the options whose best value lies at the edge of its range. `tuning` is a dict with the chosen settings and the result
-    of the tuning. `common` is a dict with all settings of the run with common settings.
+    and the options of `options_at_edge`. `tuning` is a dict with the chosen settings and the result of the tuning. `common` is
+    a dict with all settings of the run with common settings.
     """
 
     def form(value) -> str:
@@ -263,7 +263,7 @@ def chosen_settings(tuning: dict, common: dict) -> Cell:
         before = [form(common[option]) for option in tuning["settings"]]
     remarks = ["common: " + ", ".join(before)] if before else []
     return ", ".join(chosen), remarks + [
-        f"{option_name(option)} at the edge of its range" for option in tuning.get("edge") or ()
+        f"{option_name(option)} at the edge of its range" for option in options_at_edge(tuning)
     ]
 
 
