@@ -156,6 +156,16 @@ def test_black_stays_the_mean_and_nothing_else_changes():
     assert torch.equal(again.train.images, small.train.images) and again.spec == small.spec
 
 
+def test_data_without_test_images_are_resized(tmp_path):
+    generator = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            Image.fromarray(generator.integers(0, 256, (6, 6), dtype=np.uint8)).save(tmp_path / name / f"{i}.png")
+    resized = at_size(partial(folder, str(tmp_path), test=0.0), (4, 5))
+    assert resized.test.count == 0 and resized.train.images.shape == (6, 1, 4, 5)
+
+
 def test_resizing_does_not_count_as_reading_the_test_images():
     reads = few_shapes().test.reads
     assert at_size(few_shapes, 12).test.reads == 0 and few_shapes().test.reads == reads

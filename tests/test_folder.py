@@ -46,8 +46,10 @@ def write_class_folders(top, count=6, classes=("cat", "dog"), c=3):
     return top
 
 
-def write_png_16(path, values):
-    """Write a PNG file with 16 bits a channel, which Pillow can only do for gray. `values` is a uint16 array (h, w, c)."""
+def write_png_16(path, values, transparent=()):
+    """Write a PNG file with 16 bits a channel, which Pillow can only do for gray. `values` is a uint16 array (h, w, c), and
+    `transparent` is the color of transparent pixels, if there are any.
+    """
 
     def chunk(kind, content):
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -55,7 +57,9 @@ def write_png_16(path, values):
     h, w, c = values.shape
     header = struct.pack(">IIBBBBB", w, h, 16, {1: 0, 2: 4, 3: 2, 4: 6}[c], 0, 0, 0)
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+    key = chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent)) if transparent else b""
+    content = chunk(b"IHDR", header) + key + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + content)
 
 
 def write_dicom(path, values, photometric="MONOCHROME2", bits=None, **tags):
@@ -393,10 +397,19 @@ def test_class_folders_whose_names_differ_only_in_how_accents_are_stored(tmp_pat
         ({"folds": 2, "pixels": "uint16"}, 'expected pixels="uint8" or "float"'),
         ({"folds": 2, "cache": "tape"}, 'cache="memory" or "disk"'),
         ({"folds": 2, "groups": "g.csv", "group_by": "(.)"}, "expected one of them"),
+        ({"folds": 2, "groups": 3}, "groups=3, which is no path; expected the name of a CSV file"),
+        ({"folds": 2, "group_by": 3}, "group_by=3 is no regular expression"),
+        ({"folds": 2, "unlabelled": True}, "unlabelled=True, which is no path; expected a folder of images, such as unlabelled='../more'; Run("),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, options, message):
     assert message in error_of(write_class_folders(tmp_path), **options)
+
+
+@pytest.mark.parametrize("loader, path", [(data.folder, None), (data.arrays, 3)])
+def test_what_is_no_path_is_refused(loader, path):
+    with pytest.raises(ValueError, match=f"path={path}, which is no path; expected the path of a folder of images or of an .npz archive"):
+        loader(path, folds=2)
 
 
 def test_new_options_leave_fingerprints_of_older_runs_valid():
@@ -697,6 +710,31 @@ def test_float_model_trains_and_predicts(tmp_path):
     assert direct is None or torch.equal(trained.predict_proba(file), direct)
 
 
+@pytest.mark.parametrize("c", [1, 3])
+def test_transparent_color_of_a_png_file_with_16_bits_is_not_read_as_opaque(c, tmp_path):
+    values = np.full((2, 2, c), 1000, np.uint16)
+    values[0, 0] = 1001  # would be equal with 8 bits
+    write_png_16(tmp_path / "part.png", values, transparent=(1001,) * c)
+    write_png_16(tmp_path / "none.png", values, transparent=(999,) * c)
+    with pytest.raises(ValueError, match=r"part\.png is transparent in places"):
+        read_image(tmp_path / "part.png", None, "L", "float")
+    part, opaque = (read_image(tmp_path / f"{name}.png", None, "RGBA", "float").pixels for name in ("part", "none"))
+    assert part[..., 3].tolist() == [[0, 1], [1, 1]] and (opaque[..., 3] == 1).all()
+    assert np.array_equal(part[..., :3], opaque[..., :3]) and part[0, 0, 0] == np.float32(1001) / np.float32(65535)
+    assert read_image(tmp_path / "none.png", None, None, "float").pixels.shape == (2, 2, c)
+
+
+def test_gray_pil_image_with_alpha_in_its_values_is_read():
+    image = Image.fromarray(np.full((2, 3, 2), 255, np.uint8), "LA").convert("La")
+    assert (read_image(image, None, None).pixels == np.full((2, 3, 1), 255)).all()
+
+
+def test_floats_that_are_too_large_for_32_bits_are_refused(tmp_path):
+    images = np.full((20, 6, 5), 1e300)
+    with pytest.raises(ValueError, match=r"expected finite floats up to 3.4e38 \(float32\), but image 0 has 1e\+300"):
+        data.arrays(write_npz(tmp_path / "a.npz", images=images), folds=2, pixels="float")
+
+
 def test_images_of_an_archive_are_all_floats_or_all_integers(tmp_path):
     labels = {"train_labels": np.arange(8) % 2, "test_labels": np.arange(8) % 2, "images": None, "labels": None}
     path = write_npz(tmp_path / "a.npz", train_images=noise(8, 6, 5), test_images=noise(8, 6, 5) / 1.0, **labels)
@@ -881,6 +919,8 @@ def test_a_group_is_one_however_its_accents_are_stored(tmp_path):
                 Image.fromarray(noise()).save(top / name / f"{names[i % 2]}{patient}_{i}.png")
     by_name = data.folder(str(top), folds=2, group_by=r"(.*)_\d+")
     assert len(by_name.groups.unique()) == 4
+    assert len(data.folder(str(top), folds=2, group_by=r"(P.\d+)_\d+").groups.unique()) == 4, "an accent is no character"
+    assert len(data.folder(str(top), folds=2, group_by=rf"({names[1]}\d+)_\d+").groups.unique()) == 4
     files = [file for file in by_name.train.files]
     (top / "groups.csv").write_text("".join(f"{file},{file.split('/')[1].split('_')[0]}\n" for file in files), encoding="utf-8")
     assert len(data.folder(str(top), folds=2, groups="groups.csv").groups.unique()) == 4
@@ -1028,6 +1068,23 @@ def test_cached_pixels_are_used_until_a_file_changes_and_errors_leave_no_cache(t
     assert len(complete(cache)) == 2 and not [*cache.glob(".*.new")]
 
 
+@pytest.mark.parametrize("damage", ["no pixels", "empty pixels", "other pixels", "no facts", "torn facts", "other facts"])
+def test_damaged_cache_is_made_again(damage, tmp_path, cache):
+    top = write_class_folders(tmp_path / "top")
+    first = data.folder(str(top), folds=2, cache="disk").sha256
+    (stored,) = complete(cache)
+    kind, what = damage.split()
+    file = stored / ("pixels.npy" if what == "pixels" else "facts.json")
+    file.unlink()
+    if kind != "no":
+        file.write_text({"empty": "", "torn": '{"problems": [', "other": "{}"}[kind])
+    if damage == "other pixels":
+        np.save(file, np.zeros((12, 3, 6, 8), np.uint8))
+    data.folder.cache_clear()
+    again = data.folder(str(top), folds=2, cache="disk")
+    assert again.sha256 == first == data.folder(str(top), folds=2, cache="memory").sha256 and complete(cache) == [stored]
+
+
 def load_hash(top, queue):
     queue.put(data.folder(top, folds=2, cache="disk").sha256)
 
@@ -1169,6 +1226,7 @@ def test_csv_file_may_have_other_slashes_and_accents(tmp_path):
         ("ill/p0_0.png\n", "line 1: expected two columns"),
         ("file,group\n\n\nill/p0_0.png,1,2\n", "line 4: expected two columns"),
         ("", "no group for"),
+        ('file,group\n\nill/p0_0.png,"p0\n' + "ill/p0_1.png,p0\n" * 10_000, "patients.csv, line 3, cannot be read .* quotation mark"),
         (None, "patients.csv' cannot be read"),
     ],
 )

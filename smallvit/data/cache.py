@@ -29,7 +29,8 @@ from .files import size_and_times
 from .images import Rows
 from .notes import note
 
-FORMAT = 4  # of the files in the cache; increased when decoding changes
+FORMAT = 5  # of the files in the cache; increased when decoding changes
+FACTS = "facts.json"  # beside the pixels: the files that could not be read, and remarks
 MANY = 2_000  # files from which a progress bar is shown
 CONVERTED = "files in the color mode CMYK were converted to RGB"
 SEVERAL_PAGES = "TIFF files with several pages, of which only the first one is read"
@@ -184,8 +185,10 @@ def _from_disk(
     bytes.
     """
     folder = cache_folder() / "folders" / _key(top, files, options)
-    new, facts = temporary(folder), "facts.json"
+    new, array = temporary(folder), (len(files), shape[2], *shape[:2])
     with locked(folder.with_name(f"{folder.name}.lock"), timeout=-1):
+        if folder.is_dir() and _stored(folder, array, dtype) is None:  # damaged, or deleted in part
+            shutil.rmtree(folder, ignore_errors=True)
         if not folder.is_dir():
             remove_leftovers(folder.parent, folder.name)
             if needed > (free := shutil.disk_usage(folder.parent).free):
@@ -194,14 +197,13 @@ def _from_disk(
                     "set a smaller size=, or set the environment variable SMALLVIT_CACHE to another folder"
                 )
             new.mkdir()
-            array = (len(files), shape[2], *shape[:2])
             try:
                 out = np.lib.format.open_memmap(new / "pixels.npy", "w+", dtype, array)
                 problems, remarks = _decode_all(out, top, files, options, shape)
                 out.flush()
                 del out
                 _check(top, files, problems, options, first, shape)
-                (new / facts).write_text(json.dumps({"problems": problems, "remarks": remarks}), encoding="utf-8")
+                (new / FACTS).write_text(json.dumps({"problems": problems, "remarks": remarks}), encoding="utf-8")
                 try:
                     new.rename(folder)
                 except OSError:
@@ -209,9 +211,23 @@ def _from_disk(
                         raise
             finally:
                 shutil.rmtree(new, ignore_errors=True)
-        stored = json.loads((folder / facts).read_text(encoding="utf-8"))
-    pixels = np.load(folder / "pixels.npy", mmap_mode="c")  # never written: "c" only spares torch's warning
-    return pixels, [Problem(*problem) for problem in stored["problems"]], stored["remarks"]
+        stored = _stored(folder, array, dtype)
+    if stored is None:
+        raise ValueError(f"{folder} is damaged and cannot be replaced; expected decoded images of {top}: delete this folder")
+    return stored
+
+
+def _stored(folder: Path, shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, list[Problem], dict[str, int]] | None:
+    """Return what `_from_disk` has stored in `folder`: the memory-mapped pixels, the problems and the remarks. Return None if
+    a file is missing or damaged, or if the pixels are not an array of this `shape` and `dtype`.
+    """
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        problems, remarks = [Problem(*problem) for problem in facts["problems"]], facts["remarks"]
+        pixels = np.load(folder / "pixels.npy", mmap_mode="c")  # never written: "c" only spares torch's warning
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return None
+    return (pixels, problems, remarks) if (pixels.shape, pixels.dtype) == (shape, dtype) else None
 
 
 def _key(top: Path, files: Sequence[str], options: Options) -> str:

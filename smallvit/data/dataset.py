@@ -389,9 +389,10 @@ def to_pixels(array: np.ndarray, name: str, pixels: str = "uint8") -> Tensor:
         raise ValueError(f"{name}: expected n h w or n h w c with 1, 3 or 4 channels and at least one image, got {array.shape}")
     is_float, keep = array.dtype.kind == "f", pixels == "float"
     if is_float:
-        wrong = np.argwhere(~np.isfinite(array) if keep else ~((array >= 0) & (array <= 1)))  # both find NaN
+        fits = np.abs(array) <= np.finfo(np.float32).max if keep else (array >= 0) & (array <= 1)
+        wrong = np.argwhere(~fits)  # also NaN
         if len(wrong):
-            expected = "finite floats" if keep else "floats in [0, 1]"
+            expected = "finite floats up to 3.4e38 (float32)" if keep else "floats in [0, 1]"
             raise ValueError(f"{name}: expected {expected}, but image {wrong[0][0]} has {array[tuple(wrong[0])]}")
     elif array.dtype not in ((np.uint8, np.uint16) if keep else (np.uint8,)):
         expected = "uint8, uint16 or floats" if keep else 'uint8 or floats in [0, 1] (16 bits: pixels="float")'

@@ -99,17 +99,26 @@ def _load(source: Any, pixels: str, name: str) -> tuple[Any, bool]:
     if image.mode == "F":
         return _check_finite(np.array(image)[..., None], name), several
     if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
-        values = np.array(image)[..., None].astype(np.float32) / np.float32(65535)
+        values = _shares_of_16_bits(np.array(image)[..., None], image.info.get("transparency"))
         return np.float32(1) - values if tags.inverted else values, several
     if file and kind == "PNG":
         from torchvision.io import ImageReadMode, decode_image  # Pillow has no color images of 16 bits
 
         values = decode_image(str(file), ImageReadMode.UNCHANGED, apply_exif_orientation=True)
-        return values.permute(1, 2, 0).numpy().astype(np.float32) / np.float32(65535), several
+        return _shares_of_16_bits(values.permute(1, 2, 0).numpy(), image.info.get("transparency")), several
     if file and kind == "TIFF" and image.mode != "I":
         return _read_tiff(file, name)
     what = "integers of more than 16 bits or with a sign" if image.mode == "I" else "16 bits a channel in color"
     raise ValueError(f"{name} has {what}, which cannot be read here; save it as a 16-bit PNG file or a float TIFF file")
+
+
+def _shares_of_16_bits(values: np.ndarray, transparent: Any) -> np.ndarray:
+    """Return 16-bit values, an array (h, w, c), divided by 65535, as float32. `transparent` is the gray value or the color of
+    all transparent pixels, in which some PNG files store transparency, or None. If a pixel has it, alpha is the last channel.
+    """
+    shares = values.astype(np.float32) / np.float32(65535)
+    opaque = (values != np.array(transparent)).any(-1, keepdims=True) if transparent is not None else np.True_
+    return shares if opaque.all() else np.concatenate([shares, opaque.astype(np.float32)], -1)
 
 
 def _has_later_page(opened: Any) -> bool:
@@ -185,6 +194,7 @@ def _fit_bytes(image: Any, size: tuple[int, int] | None, mode: str | None, name:
     from PIL import Image
 
     mode = mode or NATURAL[image.mode]
+    image = image.convert("LA") if image.mode == "La" else image  # the only mode to which Pillow converts it
     alpha = {"A", "a"} & {*image.getbands()} or "transparency" in image.info
     if mode != "RGBA" and alpha and np.array(image.convert("RGBA"))[..., 3].min() < 255:
         raise ValueError(f"{name} is transparent in places, and its background is unknown: use channels=4, or remove the alpha")

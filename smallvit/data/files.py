@@ -288,12 +288,12 @@ def groups_by_name(files: list[str], pattern: str) -> list[str]:
     Raises    ValueError for an invalid expression, and for files that do not match, which are listed.
     """
     try:
-        compiled = re.compile(pattern)
-    except re.error as error:
+        compiled = re.compile(composed(pattern) if isinstance(pattern, str) else pattern)
+    except (re.error, TypeError) as error:
         raise ValueError(f"group_by={pattern!r} is no regular expression ({error}); expected one like r'(.*)_\\d+'") from error
     if not compiled.groups:
         raise ValueError(f"group_by={pattern!r} has no parentheses around the group; expected one like r'(.*)_\\d+'")
-    matches = [compiled.fullmatch(PurePosixPath(file).stem) for file in files]
+    matches = [compiled.fullmatch(composed(PurePosixPath(file).stem)) for file in files]
     if unmatched := [file for file, match in zip(files, matches) if match is None or match[1] is None]:
         shown, more = ", ".join(unmatched[:3]), f" and {len(unmatched) - 3:,} more" * (len(unmatched) > 3)
         raise ValueError(
@@ -322,7 +322,16 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
     head = text.partition("\n")[0]
     separator = ";" if ";" in head and "," not in head else ","
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
-    rows = [(lines.line_num, row) for row in lines if any(row)]
+    rows, begin = [], 1  # the first line of the next row
+    try:
+        for row in lines:
+            rows += [(lines.line_num, row)] * any(row)
+            begin = lines.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f"{table}, line {begin}, cannot be read ({error}); expected two columns, file and group: look for a quotation mark "
+            "that is not closed"
+        ) from error
     names = {_normal(file): file for file in known}
     count = Counter(map(_name, names))
     names |= {_name(path): file for path, file in names.items() if count[_name(path)] == 1}

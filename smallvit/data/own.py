@@ -21,6 +21,12 @@ from .images import Images
 from .notes import note
 
 PART_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels", "val_images", "val_labels")
+# options that are paths -> what is expected of them
+PATHS = {
+    "path": "the path of a folder of images or of an .npz archive, such as 'scans'",
+    "groups": "the name of a CSV file in the folder of the images, such as groups='patients.csv'",
+    "unlabelled": "a folder of images, such as unlabelled='../more'; Run(unlabelled=True) trains on them",
+}
 POOL_ARRAYS = ("images", "labels", "groups")  # of an archive without a test part
 
 
@@ -35,6 +41,9 @@ def cached_by_path(load: Callable[..., Dataset]) -> Any:
     def loader(*args, **options):
         bound = signature.bind(*args, **options)
         bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            if name in PATHS and not isinstance(value, str | Path) and (value is not None or name == "path"):
+                raise ValueError(f"got {name}={value!r}, which is no path; expected {PATHS[name]}")
         top = Path(bound.arguments["path"]).expanduser().absolute()
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in bound.arguments.items()}
         options["path"] = str(top)

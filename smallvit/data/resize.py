@@ -66,5 +66,7 @@ def _pixels(images: Images, size: tuple[int, int]) -> torch.Tensor:
 
     arrays = (np.ascontiguousarray(pixels.transpose(1, 2, 0)) for part in images.parts() for pixels in part.numpy())
     pictures = (Image.fromarray(array if array.shape[2] > 1 else array[..., 0]) for array in arrays)
-    resized = np.stack([read_image(picture, size, mode=None).pixels for picture in pictures])
-    return to_pixels(resized, images.spec.name)
+    resized = [read_image(picture, size, mode=None).pixels for picture in pictures]
+    if not resized:
+        return torch.empty((0, images.spec.channels, *size), dtype=torch.uint8)
+    return to_pixels(np.stack(resized), images.spec.name)
