@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -174,6 +175,8 @@ def test_named_timm_model_keeps_as_many_tokens_as_in_the_paper():
     ("call", "message"),
     [
         (lambda: apply(TINY(), Merge(LayerContext(), r=6)), "reduction is a .*Merge.*; expected a class"),
+        (lambda: apply(TINY(), None, np.zeros((2, 1, 8, 8))), "timed_on is ndarray; expected a tensor of images as floats"),
+        (lambda: apply(TINY(), None, torch.zeros((2, 1, 8, 8), dtype=torch.uint8)), r"timed_on is torch.uint8 \(2, 1, 8, 8\); "),
         (lambda: apply(Pixels((8, 8), 1, 3), Merge), r"got a Pixels; expected .* of timm \(vit_\*\), or for `apply` also a ViT"),
         (lambda: apply(SmallCNN((8, 8), 1, 3), Merge), "got a SmallCNN; expected a plain Vision Transformer"),
     ],

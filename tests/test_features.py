@@ -415,6 +415,8 @@ IMAGES, BYTES = np.zeros((5, 1, 8, 8)), np.zeros((5, 1, 8, 8), np.uint8)
         (np.zeros((5, 1, 8, 8), np.uint16), {}, "pixels of type torch.uint16; expected uint8"),
         (np.zeros((5, 8, 8, 1), np.uint8), {}, r"\(5, 8, 8, 1\); expected n 1 h w, channels first"),
         (np.zeros((5, 3, 8, 8), np.uint8), {}, r"\(5, 3, 8, 8\); expected n 1 h w"),
+        (BYTES.astype(object), {}, "an array of type object; expected pixels as numbers"),
+        (BYTES.astype("U3"), {"spec": "normalized"}, "an array of type <U3; expected pixels as numbers"),
         (BYTES[:0], {}, "no images to evaluate"),
         (BYTES, {"model": None}, r"the model is None; expected FeatureExtractor\(model\)"),
         (BYTES, {"batch": 0}, "batch is 0; expected the number of images"),

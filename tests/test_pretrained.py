@@ -233,6 +233,15 @@ def test_unknown_weight_is_named(key):
         from_timm(theirs).load_state_dict(rename(state))
 
 
+@pytest.mark.parametrize("changes", [{"stride": 5}, {"padding": 1}, {"dilation": 2}], ids=str)
+def test_patches_that_overlap_or_leave_gaps_are_refused(changes):
+    theirs = TIMM()
+    proj = theirs.patch_embed.proj
+    theirs.patch_embed.proj = nn.Conv2d(proj.in_channels, proj.out_channels, proj.kernel_size, **({"stride": proj.stride} | changes))
+    with pytest.raises(ValueError, match="patches that overlap or leave gaps"):
+        from_timm(theirs)
+
+
 def test_additional_weight_is_named():
     theirs = TIMM()
     theirs.register_parameter("extra", nn.Parameter(torch.zeros(1)))

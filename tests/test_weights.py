@@ -51,6 +51,7 @@ from smallvit.launch.results import folder
 from smallvit.optim import decay_groups
 from smallvit.pretrained import Unavailable, enlarged
 from smallvit.pretrained.convert import rename
+from smallvit.pretrained.files import find_state_dict
 from smallvit.reference_runs import training_data
 
 TINY = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"  # trained with mean and standard deviation 0.5
@@ -244,6 +245,12 @@ def test_every_kind_of_file_gives_equal_weights(files, tmp_path, kind):
     assert report["new"] == ["head.weight", "head.bias"] and report["loaded"] == 150
 
 
+def test_counters_of_a_head_and_prefixes_of_compiled_models_are_left_out():
+    norm = {"module.head.mlp.1.num_batches_tracked": torch.tensor(3), "module._orig_mod.norm.weight": torch.ones(2)}
+    found = find_state_dict({"teacher": norm | {"module.head.mlp.1.running_mean": torch.zeros(2)}}, Path("dino.pth"))
+    assert sorted(found) == ["head.mlp.1.running_mean", "norm.weight"]
+
+
 @pytest.mark.parametrize("key", slow_after(1, ["state_dict_ema", "model_ema"]))
 def test_moving_average_in_a_checkpoint_is_used(files, tmp_path, key):
     """As in the files of timm's training script, which timm itself reads in this way."""
@@ -346,6 +353,7 @@ def test_home_folder_in_a_path_is_found(files, tmp_path, monkeypatch, offline):
     ("call", "message"),
     [
         (lambda: like("vit_tiny_patch16_225"), r"timm has no model 'vit_tiny_patch16_225'; expected one of .*vit_tiny"),
+        (lambda: like(None), "got the name None; expected the name of a timm model as text"),
         (lambda: like("resnet10t"), "got a ResNet; expected a plain Vision Transformer of timm"),
         (lambda: Weights(name=TINY, file="weights.onnx"), "'weights.onnx'; expected one that ends in .safetensors"),
         (lambda: Weights(name=""), "name is ''; expected timm's name"),

@@ -130,6 +130,8 @@ def as_images(X: Any, spec: DataSpec | str | None) -> tuple[Tensor | Rows, DataS
             " for floats that are normalized already"
         )
     require_images(X)
+    if isinstance(X, np.ndarray) and X.dtype.kind not in "biufc":
+        raise ValueError(f"got an array of type {X.dtype}; expected pixels as numbers, uint8 or floats: convert it with astype")
     images = torch.from_numpy(np.ascontiguousarray(X)) if isinstance(X, np.ndarray) else X
     images = images[:, None] if len(images.shape) == 3 else images
     if isinstance(spec, str):

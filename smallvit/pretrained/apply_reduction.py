@@ -22,8 +22,12 @@ def apply(model: nn.Module, reduction: Callable | None, timed_on: Tensor | None 
     reduction (`LearnedPrune`, `LearnedThresholds`) are initialized anew. `timed_on` is a batch of images: if the reduction
     makes the model slower on them, the copy comes without it, and a warning tells the measured speed.
 
-    Raises   ValueError for another kind of model, and for a reduction that is an instance instead of a class.
+    Raises   ValueError for another kind of model, for a reduction that is an instance instead of a class, and if `timed_on` is
+             no batch of images as floats.
     """
+    if timed_on is not None and not (isinstance(timed_on, Tensor) and timed_on.is_floating_point() and timed_on.ndim == 4):
+        got = f"{timed_on.dtype} {tuple(timed_on.shape)}" if isinstance(timed_on, Tensor) else type(timed_on).__name__
+        raise ValueError(f"timed_on is {got}; expected a tensor of images as floats, shape (images, channels, height, width)")
     if not isinstance(model, ViT):
         return apply(from_timm(model), reduction, timed_on)
     check_slots(none=True, reduction=reduction)

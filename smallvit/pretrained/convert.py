@@ -127,6 +127,8 @@ def timm_on_meta(name: str) -> nn.Module:
 
     The model is on torch's device "meta". Its head has 10 classes.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"got the name {name!r}; expected the name of a timm model as text, such as {VIT_S!r}")
     return made_on_meta(name.partition(".")[0])
 
 
@@ -203,6 +205,12 @@ def settings_in(block: nn.Module) -> list[tuple]:
     ]  # fmt: skip
 
 
+def is_tiling(proj: nn.Conv2d, patch_size: tuple[int, int]) -> bool:
+    """Return whether a convolution takes each pixel once, in patches of the given size (height, width)."""
+    padding = proj.padding in ((0, 0), "valid")
+    return padding and proj.kernel_size == proj.stride == tuple(patch_size) and proj.dilation == (1, 1) and proj.groups == 1
+
+
 def unsupported_parts(model: Any) -> list[str]:
     """Return a list of the classes and settings in a Vision Transformer of timm that our `ViT` does not support, as text. The
     list is empty if the timm model can be converted to a `ViT`.
@@ -234,6 +242,7 @@ def unsupported_parts(model: Any) -> list[str]:
         "norms with another epsilon than 1e-6": any(norm.eps != 1e-6 for norm in norms),
         "projections without bias": first.attn.proj.bias is None,
         "GELU by tanh": getattr(first.mlp.act, "approximate", "none") != "none",
+        "patches that overlap or leave gaps (stride, padding, dilation or groups)": not is_tiling(embed.proj, embed.patch_size),
         "patches that are not square": embed.patch_size[0] != embed.patch_size[1],
         f"a {type(head).__name__} as head (instead of nn.Linear)": type(head) not in (nn.Linear, nn.Identity),
         "a head without bias": type(head) is nn.Linear and head.bias is None,

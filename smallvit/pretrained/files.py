@@ -80,10 +80,12 @@ def load_checkpoint(path: Path) -> Any:
 
 def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
     """Return the state dict that is stored inside a loaded checkpoint, for example under the key "model". Prefixes such as
-    "module." are removed from the names of weights. `path` is the file for error messages.
+    "module." and "_orig_mod." are removed from the names of weights. `path` is the file for error messages.
 
     The key may be "teacher" (DINO), "state_dict_ema" (timm's training script), "model_ema", "state_dict" or "model". If a file
     has several of them, the first in this order is used: a moving average of the weights (EMA) before the weights themselves.
+
+    Integers of a head and of BatchNorm (`num_batches_tracked`) are left out, because they are never used.
 
     Raises   ValueError if there are no tensors, if two names become equal, and for tensors that are not dense or not floating
              point.
@@ -98,7 +100,9 @@ def find_state_dict(state: Any, path: Path) -> dict[str, Tensor]:
         if not isinstance(tensor, Tensor):
             continue
         shown = printable(str(name))
-        bare = re.sub(r"^(module\.|backbone\.|model\.|encoder\.)+", "", str(name))
+        bare = re.sub(r"^(module\.|_orig_mod\.|backbone\.|model\.|encoder\.)+", "", str(name))
+        if not tensor.is_floating_point() and (bare.startswith(HEADS) or bare.endswith("num_batches_tracked")):
+            continue
         if bare in weights:
             raise ValueError(f"{path} has two weights called {printable(bare)}, one of them as {shown}; expected one of each")
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
