@@ -243,7 +243,18 @@ def test_onnx_file_describes_itself(resizing):
     metadata = session.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["classes"]) == list(model.classes) and metadata["fingerprint"] == "0" * 16
     assert Preprocess.from_dict(json.loads(metadata["preprocess"])) == model.preprocess
-    assert "resized to 16 x 20" in metadata["description"]
+    assert "resized to 16 x 20" in metadata["description"] and "scratch, one model. Input" in metadata["description"]
+    assert len(run_onnx(path, random_images(0, 16, 20, 3))) == 0
+
+
+def test_description_says_how_many_models_there_are():
+    one = trained_vit()
+    assert "scratch, one model. Input" in description(one, True)["description"]
+    assert "scratch, the mean of 2 models. Input" in description(Ensemble([one, one]), True)["description"]
+
+
+def test_no_images_are_resized_to_no_images():
+    assert resize_bytes(torch.zeros((0, 1, 9, 7), dtype=torch.uint8), (4, 5), True).shape == (0, 1, 4, 5)
 
 
 def test_resizing_equals_pil_in_every_pixel():
@@ -364,6 +375,11 @@ def test_model_without_a_trained_head_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not trained on labels"):
         export(load(tmp_path / "run"), tmp_path / "m.onnx")
 
+
+
+def test_what_is_no_trained_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"got a dict; expected a trained model.* cannot be exported: save it with joblib"):
+        export({}, tmp_path / "m.onnx")
 
 
 class DataDependent(torch.nn.Module):

@@ -1,6 +1,7 @@
 """Trained models: `load` needs no training data, predicts from every kind of image alike, and refuses damaged folders by name."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from smallvit import (
     load,
 )
 from smallvit.data.images import HeldOut
+from smallvit.deploy.predict import predict_files
 from smallvit.record import RECORD, WEIGHTS, checksum, read_record
 
 SHORT = Run(model=TINY_VIT, labels=300, val=50, steps=200, batch=32, lr=4e-3, augment=augment.digits())
@@ -98,6 +100,32 @@ def test_predictions_are_the_recorded_ones_for_every_kind_of_image(name, trained
 def test_batch_of_predict_proba_changes_nothing(trained):
     images, trained_model = digits().train.images[:20], load(trained["ViT"])
     assert torch.allclose(trained_model.predict_proba(images, batch=7), trained_model.predict_proba(images), atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [0, -1, 1.5, True, "8"])
+def test_wrong_batches_are_refused(batch, trained):
+    images, trained_model = digits().train.images[:2], load(trained["ViT"])
+    for given in (images, [*images]):
+        with pytest.raises(ValueError, match="expected the number of images in one forward pass"):
+            trained_model.predict_proba(given, batch=batch)
+    with pytest.raises(ValueError, match="expected the number of images in one forward pass"):
+        predict_files(trained_model, ["a.png"], batch=batch)
+
+
+def test_generator_of_files_is_predicted(trained, tmp_path):
+    for index in range(3):
+        Image.fromarray(digits().train.images[index, 0].numpy()).save(tmp_path / f"{index}.png")
+    trained_model, files = load(trained["ViT"]), sorted(tmp_path.glob("*.png"))
+    assert trained_model.predict(file for file in files) == trained_model.predict(files)
+    assert torch.equal(trained_model.preprocess(iter(files)), trained_model.preprocess(files))
+
+
+def test_trained_model_is_shown_by_architecture_classes_and_score(trained):
+    trained_model = load(trained["ViT"])
+    score = f"{trained_model.record.test['accuracy']:.4g}"
+    assert repr(trained_model) == f"TrainedModel(ViT, classes 0, 1, 2 and 7 more, accuracy {score})"
+    trained_model.record = replace(trained_model.record, test=None)
+    assert repr(trained_model) == "TrainedModel(ViT, classes 0, 1, 2 and 7 more)"
 
 
 def test_load_returns_run_model_preprocessing_and_record(trained):
@@ -225,6 +253,8 @@ def test_head_for_other_classes_does_not_predict_before_training(tmp_path):
         (torch.rand(2, 1, 9, 8), "expected"),
         (torch.rand(2, 3, 8, 8), "expected"),
         ("missing.png", "missing.png"),
+        ("scans/*.png", r"scans/\*.png is a folder or a pattern; expected image files: pass a list of them, such as sorted"),
+        (str(Path(__file__).parent), "tests is a folder or a pattern; expected image files"),
         ([], "at least one image"),
         ({"a": 1}, "paths, PIL images"),
     ],

@@ -1,5 +1,7 @@
 """Preprocess: turn image files, PIL images, arrays or tensors into the normalized input of a model."""
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
@@ -27,8 +29,8 @@ class Preprocess:
 
     Call it with one image or several:
 
-    paths, PIL images   one, or a list of them: turned upright by their EXIF data, converted to `mode` and resized to `size`
-                        (bicubic, antialiased), exactly as `folder` reads its files
+    paths, PIL images   one, or a list or generator of them: turned upright by their EXIF data, converted to `mode` and resized
+                        to `size` (bicubic, antialiased), exactly as `folder` reads its files
     numpy arrays        `h w`, `h w c`, `n h w` or `n h w c`, uint8 or floats in [0, 1]
     torch tensors       `c h w` or `b c h w`, uint8 or floats in [0, 1]
 
@@ -109,10 +111,17 @@ class Preprocess:
         """
         from PIL.Image import Image
 
+        images = list(images) if isinstance(images, Iterator) else images
         if isinstance(images, list | tuple):
             if not images:
                 raise ValueError("expected at least one image, got an empty list")
             return torch.cat([self.pixels(image) for image in images])
+        is_path = isinstance(images, str | Path)
+        if is_path and (os.path.isdir(images) or ("*" in str(images) and not os.path.exists(images))):
+            raise ValueError(
+                f"{images} is a folder or a pattern; expected image files: pass a list of them, such as "
+                "sorted(Path('scans').glob('*.png'))"
+            )
         if isinstance(images, str | Path | Image):
             images, _, several = read_image(images, self.size, self.mode, "uint8" if self.dtype == "uint8" else "float")
             if several:

@@ -84,8 +84,12 @@ class SmallViTClassifier(ClassifierMixin, BaseEstimator):
         """Train the model on the images `X` with the labels `y`, and return the classifier itself."""
         rows, shape = as_rows(X)
         X, y = validate_data(self, rows, y)
-        check_classification_targets(y)
-        self.classes_, labels = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        try:
+            check_classification_targets(y)
+            self.classes_, labels = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        except TypeError as error:
+            kinds = ", ".join(sorted({type(label).__name__ for label in np.ravel(y)}))
+            raise ValueError(f"y has labels of types that cannot be sorted together ({kinds}); expected one type") from error
         if len(self.classes_) < 2:
             raise ValueError(f"y has 1 class, {self.classes_[0]!r}; expected images of at least 2 classes")
         self.image_shape_ = whole_shape(X.shape[1], shape, self.image_shape)
@@ -174,9 +178,14 @@ def whole_shape(features: int, found: tuple[int, ...] | None, given: tuple[int, 
     """Return the shape of an image as (height, width, channels). `features` is the number of its values, `found` is the shape
     of the images that the user passed (None for rows), and `given` is the parameter `image_shape` of the classifier.
 
-    Raises ValueError if the values do not fill this shape, if the images have another shape, or if rows without a given shape
-    are no square.
+    Raises ValueError if `given` is no tuple of whole numbers, if the values do not fill this shape, if the images have another
+    shape, or if rows without a given shape are no square.
     """
+    is_tuple = isinstance(given, tuple | list) and all(isinstance(size, int | np.integer) for size in given)
+    if given is not None and not is_tuple:
+        raise ValueError(
+            f"image_shape is {given!r}; expected (height, width) or (height, width, channels) in pixels, such as (28, 28)"
+        )
     shape = given or found
     if shape is None:
         side = isqrt(features)

@@ -90,7 +90,10 @@ def export(classifier: ImageClassifier, path: str | Path, *, resize: bool | None
     exported, and if a difference is above 1e-5.
     """
     if not isinstance(classifier, ImageClassifier):
-        raise ValueError(f"got a {type(classifier).__name__}; expected a trained model, such as smallvit.load(folder)")
+        raise ValueError(
+            f"got a {type(classifier).__name__}; expected a trained model, such as smallvit.load(folder); a SmallViTClassifier "
+            "cannot be exported: save it with joblib, or train its run with smallvit.fit and load that"
+        )
     path, preprocess = Path(path), classifier.preprocess
     check_target(path)
     can_resize = preprocess.channels in (1, 3)
@@ -246,14 +249,15 @@ def description(classifier: ImageClassifier, resize: bool) -> dict[str, str]:
 
     trained, preprocess = members(classifier), classifier.preprocess
     (h, w), channels = preprocess.size, preprocess.channels
+    models = f"the mean of {len(trained)} models" if len(trained) > 1 else "one model"
     size = f"any height and width; they are resized to {h} x {w}" if resize else f"height {h}, width {w}"
     floats = "float32 as in training (8 bits divided by 255, 16 bits by 65535; floats and DICOM units as they are)"
     kind = floats if takes_floats(preprocess) else "bytes from 0 to 255 (uint8)"
     return {
         "description": (
-            f"Image classifier, trained with smallvit {__version__}: {trained[0].record.arm}, the mean of {len(trained)} "
-            f"model(s). Input: images (n, height, width, {channels}), {kind}, {size}. Output: probabilities (n, "
-            f"{len(classifier.classes)}) in the order of the metadata entry classes. Normalization is part of the model."
+            f"Image classifier, trained with smallvit {__version__}: {trained[0].record.arm}, {models}. Input: images (n, "
+            f"height, width, {channels}), {kind}, {size}. Output: probabilities (n, {len(classifier.classes)}) in the order of "
+            "the entry classes beside this description. Normalization is part of the model."
         ),
         "classes": json.dumps(list(classifier.classes), ensure_ascii=False),
         "preprocess": json.dumps([each.preprocess.to_dict() for each in trained] if len(trained) > 1 else preprocess.to_dict()),

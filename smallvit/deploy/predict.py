@@ -17,7 +17,7 @@ from smallvit.components import differences
 from smallvit.data.files import is_image, visible_files
 from smallvit.record import RECORD, Record, read_record, settings_of
 from smallvit.run import fingerprint, rebuild
-from smallvit.train.trained_model import ImageClassifier, TrainedModel, load
+from smallvit.train.trained_model import ImageClassifier, TrainedModel, check_batch, load
 
 SHOWN = 20  # how many files an error message lists
 
@@ -155,8 +155,10 @@ def predict_files(
     """Return the predictions of `model`, a trained model or an ensemble, for image files. Only one batch of images is in memory
     at a time. `watch` is called after each batch with the number of files in it.
 
-    Raises ValueError with a list of all files that cannot be read, unless `skip_broken` is True: then they are left out.
+    Raises ValueError with a list of all files that cannot be read, unless `skip_broken` is True: then they are left out. Also
+    raises it without files, and for a `batch` that is no whole number of at least 1.
     """
+    check_batch(batch)
     if not files:
         raise ValueError("got no files; expected at least one image")
     model.check_classes()

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any
@@ -61,14 +62,15 @@ class ImageClassifier(ABC):
 
         A list of files is read batch by batch, so its length is not limited by the memory.
 
-        Raises ValueError for images that cannot be read or do not fit, and for a model whose head was not trained on labels.
+        Raises ValueError for images that cannot be read or do not fit, for a batch that is no whole number of at least 1, and
+        for a model whose head was not trained on labels.
         """
         self.check_classes()
         return torch.cat([self.probabilities(pixels) for pixels in split_images(images, self.preprocess, batch)])
 
     def predict(self, images: Any) -> list[str]:
         """Return the name of the most probable class of each image, as a list. The images are paths, PIL images, arrays or
-        tensors.
+        tensors, or a list or generator of them, such as `sorted(Path("scans").glob("*.png"))`.
         """
         return [self.classes[index] for index in self.predict_proba(images).argmax(-1).tolist()]
 
@@ -94,6 +96,12 @@ class TrainedModel(ImageClassifier):
     def __init__(self, model: nn.Module, preprocess: Preprocess, run: Run, record: Record):
         self.model, self.preprocess, self.run, self.record = model.eval(), preprocess, run, record
 
+    def __repr__(self) -> str:
+        """Return the class of the model, its classes, and the first score on test images, if there is one."""
+        names = ", ".join(self.classes[:3]) + f" and {len(self.classes) - 3} more" * (len(self.classes) > 3)
+        scores = [f", {name} {value:.4g}" for name, value in [*(self.record.test or {}).items()][:1]]
+        return f"TrainedModel({type(self.model).__name__}, classes {names}{''.join(scores)})"
+
     def check_classes(self):
         new_head = not self.run.steps and any("head." in name for name in (self.record.init_weights or {}).get("missing", ()))
         if new_head or not trains_classifier(self.run):
@@ -113,12 +121,22 @@ def split_images(images: Any, preprocess: Preprocess, batch: int) -> Iterator[Te
     """Yield the pixels of images in batches, as tensors of shape (batch, channels, height, width). `images` are paths, PIL
     images, arrays or tensors, `preprocess` turns them into pixels, and `batch` is the largest number of images in a batch.
 
-    Of a list, only as many items as a batch has images are converted at a time.
+    Of a list or generator, only as many items as a batch has images are converted at a time.
+
+    Raises ValueError if `batch` is no whole number of at least 1.
     """
+    check_batch(batch)
+    images = list(images) if isinstance(images, Iterator) else images
     is_long = isinstance(images, list | tuple) and len(images) > batch
     parts = [images[start : start + batch] for start in range(0, len(images), batch)] if is_long else [images]
     for part in parts:
         yield from preprocess.pixels(part).split(batch)
+
+
+def check_batch(batch: int):
+    """Raise ValueError if `batch`, the number of images in one forward pass, is no whole number of at least 1."""
+    if isinstance(batch, bool) or not isinstance(batch, Integral) or batch < 1:
+        raise ValueError(f"batch is {batch!r}; expected the number of images in one forward pass, 1 or more, such as batch=64")
 
 
 def trains_classifier(run: Run) -> bool:
