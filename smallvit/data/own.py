@@ -21,13 +21,13 @@ from .images import Images
 from .notes import note
 
 PART_ARRAYS = ("train_images", "train_labels", "test_images", "test_labels", "val_images", "val_labels")
+POOL_ARRAYS = ("images", "labels", "groups")  # of an archive without a test part
 # options that are paths -> what is expected of them
 PATHS = {
     "path": "the path of a folder of images or of an .npz archive, such as 'scans'",
     "groups": "the name of a CSV file in the folder of the images, such as groups='patients.csv'",
     "unlabelled": "a folder of images, such as unlabelled='../more'; Run(unlabelled=True) trains on them",
 }
-POOL_ARRAYS = ("images", "labels", "groups")  # of an archive without a test part
 
 
 def cached_by_path(load: Callable[..., Dataset]) -> Any:
