@@ -19,7 +19,7 @@ def resize_bytes(images: Tensor, size: tuple[int, int], tall_first: bool) -> Ten
     if not tall_first:
         return width_first(pixels, size)
     # sides as tensors: an exported graph must decide for each batch anew
-    rows, columns = torch.ones(pixels.shape[-2]).sum(), torch.ones(pixels.shape[-1]).sum()
+    rows, columns = (torch.ones(side, device=pixels.device).sum() for side in pixels.shape[-2:])
     is_tall = (rows > size[0]) & (rows - size[0] > 2 * (columns - size[1]))
     if not torch.compiler.is_compiling():  # outside of an export, torch.cond would compile both functions
         return height_first(pixels, size) if is_tall else width_first(pixels, size)
