@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = whole.parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     if options.command is None:
         whole.error(f"there is no command; expected {', '.join(COMMANDS)} (see smallvit --help)")
-    options.started = time.perf_counter()
+    options.started, options.sbatch = time.perf_counter(), " ".join(getattr(options, "sbatch", []))
     if "device" in options and options.device is None:
         options.device = "cuda" if getattr(options, "gpus", None) else "cpu"
     for stream in (sys.stdout, sys.stderr):
@@ -91,13 +91,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def joined(words: list[str]) -> list[str]:
-    """Return the words of a command line with `--sbatch` and the word after it as one word, `--sbatch=...`. Otherwise argparse
-    would take options of sbatch, such as "--requeue", for options of smallvit.
+    """Return the words of a command line with each `--sbatch` and the word after it as one word, `--sbatch=...`. Otherwise
+    argparse would take options of sbatch, such as "--requeue", for options of smallvit.
     """
-    found = list(words)
-    if "--sbatch" in found[:-1]:
-        place = found.index("--sbatch")
-        found[place : place + 2] = [f"--sbatch={found[place + 1]}"]
+    found: list[str] = []
+    for word in words:
+        found[-1:] = [f"--sbatch={word}"] if found[-1:] == ["--sbatch"] else [*found[-1:], word]
     return found
 
 
@@ -270,7 +269,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--gpus": {"metavar": "GPUS"},
     "--per-gpu": {"type": per_gpu, "metavar": "N"},
     "--on": {"choices": ("here", "slurm", "ray"), "default": "here"},
-    "--sbatch": {"default": "", "metavar": "OPTIONS"},
+    "--sbatch": {"action": "append", "default": [], "metavar": "OPTIONS"},
     "--address": {"metavar": "HOST:PORT"},
     "--log": {"choices": ("tensorboard", "wandb", "mlflow")},
     "--shard": {"type": part, "metavar": "I/N"},

@@ -81,6 +81,11 @@ def test_dry_run_prints_both_scripts_and_submits_nothing(calls, capsys):
     assert not calls.exists() and not Path("runs").exists()
 
 
+def test_options_of_sbatch_can_be_given_several_times(calls):
+    main([*SUBMIT, "--sbatch", "-p gpu", "--sbatch=--requeue", "--sbatch", "-t 60"])
+    assert directives(scripts()[0])[-5:] == ["-p", "gpu", "--requeue", "-t", "60"]
+
+
 @pytest.mark.parametrize("given, ours", [
     ("-o mine-%a.txt", "--output"),
     ("--output=mine.txt", "--output"),
@@ -115,6 +120,7 @@ def test_an_option_of_the_user_replaces_ours(calls, given, ours):
     (["--sbatch", "-p 'gpu"], "close the quotes"),
     (["--device", "gpu"], "'gpu' cpu, cuda or auto"),
     (["--device", "mps"], "'mps' cpu, cuda or auto"),
+    (["--jobs", "100001"], "--jobs is 100001 at most 100,000"),
     (["--fast"], "--fast --stack"),
     (["--smoke"], "--smoke without --on slurm"),
     (["--until-decided"], "--until-decided"),
@@ -239,10 +245,16 @@ def test_after_the_warning_the_training_is_stopped_and_the_job_is_started_again(
     assert Path("stopped.txt").exists() and Path("scontrol.txt").read_text() == "requeue 7_3\n"
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_job_without_progress_is_not_started_again_for_ever(calls, monkeypatch, saved):
+@pytest.mark.parametrize("file, age, saved", [
+    ("checkpoint.pt", "now", True),
+    ("model.safetensors", "now", True),
+    ("checkpoint.pt", "-1hour", False),
+    ("record.json", "now", False),
+])  # fmt: skip
+def test_job_without_progress_is_not_started_again_for_ever(calls, monkeypatch, file, age, saved):
+    """The record of a run that is out of memory is written again at each try, which is no progress."""
     place = Path("runs/mine/20/scratch/seed0")
-    training = f"mkdir -p {place}; touch -d {'now' if saved else '-1hour'} {place}/checkpoint.pt; kill -KILL $$"
+    training = f"mkdir -p {place}; touch -d {age} {place}/{file}; kill -KILL $$"
     job = run_script(monkeypatch, training, SLURM_RESTART_COUNT=str(slurm.MOST_RESTARTS))
     assert job.wait(60) == (-signal.SIGTERM if saved else 1) and Path("scontrol.txt").exists() == saved
     assert job.stderr is not None

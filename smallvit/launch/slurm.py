@@ -45,6 +45,7 @@ SHORT = {  # short options of sbatch with a meaning for this file
 FINDS_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")  # environment variables that sbatch itself needs
 SIGNAL = "B:USR1@90"  # SLURM sends USR1 to the script so many seconds before the time limit
 STOPPING = 20  # seconds in which the training must end after the signal
+MOST_JOBS = 100_000  # of an array; also the most parts of `smallvit run --shard`
 MOST_RESTARTS = 10  # a job that was started more often is not started again if no job of the array has saved anything lately
 
 ARRAY = """\
@@ -70,7 +71,8 @@ case "$warned $status" in
     yes* | *" 137" | *" {busy}") ;;
     *) exit "$status" ;;
 esac
-saved=$(find {results} -newermt "$((SECONDS + 2)) seconds ago" \\( -name {checkpoint} -o -name {record} \\) -print -quit)
+# A new record alone is no progress: that of a run which is out of memory is written again each time.
+saved=$(find {results} -newermt "$((SECONDS + 2)) seconds ago" \\( -name {checkpoint} -o -name {weights} \\) -print -quit)
 if [ -z "$saved" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -ge {most} ]; then
     echo "smallvit: $job was started again $SLURM_RESTART_COUNT times, and no job has made progress since the last time;" \\
         "it is not started again; give it a longer time limit" >&2
@@ -147,11 +149,14 @@ def submit(options: argparse.Namespace, recipe: str, out: Path, runs: Sequence[A
 
 
 def check(options: argparse.Namespace, given: Sequence[tuple[str, list[str]]]):
-    """Raise ValueError if the number of jobs is missing, if the device is unknown, or if an option of sbatch does not suit the
-    jobs. `options` are the arguments of `smallvit run`, and `given` the options of sbatch, as `parse_sbatch` returns them.
+    """Raise ValueError if the number of jobs is missing or too large, if the device is unknown, or if an option of sbatch does
+    not suit the jobs. `options` are the arguments of `smallvit run`, and `given` the options of sbatch, as `parse_sbatch`
+    returns them.
     """
     if options.jobs is None:
         raise ValueError("--on slurm needs --jobs N, the number of jobs to submit; more jobs than nodes balance the load")
+    if options.jobs > MOST_JOBS:
+        raise ValueError(f"--jobs is {options.jobs}; expected at most {MOST_JOBS:,} jobs with --on slurm; give a smaller number")
     if options.device not in ("cpu", "cuda", "auto"):
         raise ValueError(f"device is {options.device!r}; expected cpu, cuda or auto on a SLURM cluster")
     if (options.gpus or options.per_gpu) and options.device != "cuda":
@@ -244,7 +249,7 @@ def array_script(
         busy=BUSY,
         results=shlex.quote(str(results)),
         checkpoint=records.CHECKPOINT,
-        record=records.RECORD,
+        weights=records.WEIGHTS,
         most=MOST_RESTARTS,
     )
     return f"#!/bin/bash\n{directives(ours, given)}\n{body}"
