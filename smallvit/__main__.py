@@ -18,6 +18,7 @@ from io import TextIOWrapper
 from smallvit import __version__
 
 MOST_PARTS = 100_000  # into which the runs of a recipe are divided
+CONTINUED = ("run", "tune", "explore", "verify", "advise")  # commands that keep what they have trained when they are stopped
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,14 +41,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"smallvit: loading {options.recipe}", file=sys.stderr, flush=True)
     try:
         return import_module(f"smallvit.commands.{options.command}").main(options)
-    except ValueError as error:
-        print(f"smallvit: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (ValueError, OSError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"smallvit: {text}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("\nsmallvit: stopped; run the same command again to continue", file=sys.stderr)
+        again = "; run the same command again to continue" * (options.command in CONTINUED)
+        print(f"\nsmallvit: stopped{again}", file=sys.stderr)
         return 130
 
 
@@ -108,18 +111,14 @@ def positive(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """Return a command-line argument as a random seed, a whole number of at least 0. Raises argparse.ArgumentTypeError for any
-    other text.
-    """
+    """Return a command-line argument as a random seed, at least 0. Raises argparse.ArgumentTypeError for any other text."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, at least 0")
     return int(text)
 
 
 def per_gpu(text: str) -> float:
-    """Return a command-line argument as a number: how many worker processes share a GPU, such as 4, or which share of it each
-    gets, such as 0.25. Raises argparse.ArgumentTypeError for any other text.
-    """
+    """Return the value of `--per-gpu`, such as 4 or 0.25, as a number. Raises argparse.ArgumentTypeError for any other text."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     if re.fullmatch(r"0?\.\d+", text) and float(text) > 0:

@@ -22,7 +22,8 @@ from pathlib import Path
 HOST = re.sub(r"[^A-Za-z0-9-]+", "-", platform.node())[:20] or "host"
 LEFT = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.new")  # a temporary name
 DAY = 86_400  # seconds after which a temporary file belongs to nobody
-# what a system call reports if a file system cannot lock, or has no hard links
+# what a system call reports if a disk or the share of a user is full, or if a file system cannot lock or has no hard links
+FULL = {errno.ENOSPC, errno.EDQUOT}
 WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 WITHOUT_LINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
 
@@ -86,7 +87,8 @@ def failures_named(path: Path) -> Iterator[None]:
         # torch and safetensors raise their own errors when a disk is full
         by_the_disk = isinstance(error, OSError | RuntimeError) or type(error).__name__ == "SafetensorError"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        advice = "make room and start again" if by_the_disk else "correct this and start again"
+        is_full = by_the_disk and (error.errno in FULL if isinstance(error, OSError) else True)
+        advice = "make room and start again" if is_full else "correct this and start again"
         raise (NotWritten if by_the_disk else ValueError)(
             f"could not write {path.name} in {path.parent}: {reason}; an earlier file is untouched; {advice}"
         ) from error

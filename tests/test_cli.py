@@ -612,6 +612,32 @@ def test_error_in_user_code_shows_the_line_and_the_record_has_the_traceback(code
     assert record.error.startswith(error) and "train/loop.py" in record.traceback and code in record.traceback
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"], ["--on", "slurm", "--jobs", "2"]])
+def test_data_that_cannot_be_loaded_are_named_with_the_line(options, workdir, capsys):
+    loader = "def mine():\n    open('nowhere.csv')\n\nscratch = Run(data=mine, "
+    write_recipe(RECIPE.replace("scratch = Run(", loader))
+    assert main(["run", "mine.py", *options]) == 2
+    err = capsys.readouterr().err
+    assert "cannot be loaded: FileNotFoundError: " in err and "'nowhere.csv' (mine.py, line 10: open('nowhere.csv'))" in err
+
+
+@pytest.mark.parametrize("error, text", [
+    (PermissionError(13, "Permission denied", "a/b"), "smallvit: a/b: Permission denied\n"),
+    (OSError("no network"), "smallvit: no network\n"),
+])  # fmt: skip
+def test_error_of_the_system_is_one_line(error, text, monkeypatch, capsys):
+    monkeypatch.setattr("smallvit.commands.list.recipe_files", lambda: (_ for _ in ()).throw(error))
+    assert main(["list"]) == 2 and capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize("module, words, again", [("list", ["list"], False), ("verify", ["verify", "mine.py"], True)])
+def test_only_a_command_that_continues_says_so_when_it_is_stopped(module, words, again, monkeypatch, capsys):
+    stop = lambda options: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
+    monkeypatch.setattr(import_module(f"smallvit.commands.{module}"), "main", stop)
+    assert main(words) == 130
+    assert capsys.readouterr().err.endswith("stopped" + "; run the same command again to continue" * again + "\n")
+
+
 @pytest.mark.slow
 def test_damaged_runs_are_named_by_report_and_trained_again_by_run(workdir, capsys):
     assert main(["run", "mine.py", *SMALLEST]) == 0

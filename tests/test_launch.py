@@ -30,8 +30,10 @@ from smallvit.launch.results import Damaged, Killed, folder, recall, record_fail
 from smallvit.launch.scheduler import Scheduler, dependencies_first
 from smallvit.recipe import load_recipe
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, read_record, read_records, user_line
+from smallvit.storage import NotWritten
 from smallvit.train import checkpoint
 from smallvit.train.fit import new_record
+from smallvit.train.read_log import READS
 
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
 ARMS = {"scratch": SHORT, "+LSA": SHORT.vary(attention=LocalityAttention)}
@@ -50,6 +52,22 @@ def names(records: list) -> list[tuple[str, int]]:
 
 def weights_in(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob(WEIGHTS))}
+
+
+def test_damaged_file_of_reads_is_named_before_anything_is_trained(tmp_path):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / READS).write_text('{"data": "ab", "arm"\n')
+    with pytest.raises(ValueError, match=r"test_reads\.jsonl, line 1 is damaged.*delete this line"):
+        launch([ENTRY], tmp_path, recipe="t", engine=lambda settings, groups: pytest.fail("the engine was started"))
+
+
+def test_damaged_file_that_another_process_has_renamed_or_that_cannot_be_renamed(tmp_path, monkeypatch, capsys):
+    Damaged(tmp_path / RECORD).set_aside()
+    assert "renamed" in capsys.readouterr().err
+    (tmp_path / RECORD).touch()
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(NotWritten, match="is damaged and cannot be renamed: Permission denied; make its folder writable"):
+        Damaged(tmp_path / RECORD).set_aside()
 
 
 def test_number_of_workers_changes_no_result_and_finished_runs_are_not_trained_again(tmp_path):

@@ -28,7 +28,7 @@ from smallvit.record import (
     write_record,
     write_records,
 )
-from smallvit.storage import file_sha256, write_atomic, write_text
+from smallvit.storage import NotWritten, file_sha256, write_atomic, write_text
 
 FULL = Record(
     recipe="spt_lsa", arm="+SPT (ä, 日本, \"quoted\")", role="technique", labels=100, seed=3, status="finished",
@@ -72,6 +72,11 @@ def test_full_disk_keeps_the_earlier_file_and_says_what_to_do(write, tmp_path):
     assert contents(tmp_path) == {"checkpoint.pt": b"the earlier one"}
     assert all(word in str(raised.value) for word in (str(tmp_path), "untouched", "make room"))
     assert "o space left on device" in str(raised.value) or "enforce fail" in str(raised.value)
+
+
+def test_only_a_full_disk_is_a_reason_to_make_room(tmp_path):
+    with pytest.raises(NotWritten, match="Permission denied; an earlier file is untouched; correct this and start again"):
+        write_atomic(tmp_path / "a", lambda new: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from smallvit.ablation import ArmRun
 from smallvit.numerics import DEFAULT, Numerics, check_numerics
 from smallvit.recipe import imported_text
 from smallvit.record import Record
-from smallvit.train.read_log import READS
+from smallvit.train.read_log import READS, all_reads
 
 from .engine import Engine, Settings
 from .gpus import cuda_for_auto, gpu_workers
@@ -69,7 +69,8 @@ def launch(
     show         called with each new record
 
     Raises       ValueError for a device that is not there, for invalid options, for a folder that holds another run, and for
-                 data that cannot be read, have changed, or have no test images (unless `validation_only`).
+                 data that cannot be read, have changed, or have no test images (unless `validation_only`), and for a damaged
+                 file of the reads of test images.
     """
     if engine is None:
         check_device(device)
@@ -100,6 +101,8 @@ def launch(
     if not schedule.queue:
         schedule.bar.close()
         return schedule.requested_records
+    if reads:
+        all_reads(reads)  # a damaged line would end each run after its training
     path = None if source is None else Path(source).resolve()
     recipe_text = "" if path is None else imported_text(path) or path.read_text(encoding="utf-8")
     settings = Settings(path, device, numerics, validation_only, reads, curves, recipe_text)

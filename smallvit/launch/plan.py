@@ -25,6 +25,7 @@ from .engine import Settings
 from .launcher import check_device
 from .local import Worker, cores, process_context
 from .progress import clock
+from .scheduler import read_data
 
 if TYPE_CHECKING:
     from smallvit.train.loop import Training
@@ -68,7 +69,7 @@ def plan(
     tokens, others = tokens_left(runs), computing_processes() if device == "cpu" else 0.0
     data = []
     for load in dict.fromkeys(entry.run.data for entry in runs):
-        loaded = load()
+        loaded = read_data(load)
         loaded.check_test_images()
         data.append(data_text(loaded))
     listed = [*runs, *recipe_runs]
@@ -297,7 +298,7 @@ def tokens_left(runs: Sequence[ArmRun]) -> dict[str, str]:
 
     texts = {}
     for arm, run in reducing.items():
-        spec = run.data().spec
+        spec = read_data(run.data).spec
         with suppress(Exception):  # a model that cannot be built fails in its own run
             model = without_memory(partial(run.model, spec.size, spec.channels, len(spec.classes)))
             texts |= {arm: describe_tokens(model)} if reduces(model) else {}

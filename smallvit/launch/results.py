@@ -48,9 +48,18 @@ class Damaged(ValueError):
         self.files = files
 
     def set_aside(self):
-        """Rename the damaged files to `*.damaged`, and print a note. After that, the run can be trained again."""
+        """Rename the damaged files to `*.damaged`, and print a note. After that, the run can be trained again. Files that
+        another process has renamed at the same moment are left out. Raises NotWritten if the folder is read-only.
+        """
         for path in self.files:
-            os.replace(path, path.with_name(f"{path.name}.damaged"))
+            try:
+                os.replace(path, path.with_name(f"{path.name}.damaged"))
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise NotWritten(
+                    f"{path} is damaged and cannot be renamed: {error.strerror}; make its folder writable, start again"
+                ) from error
         print(f"note: {self.files[0]} is damaged; renamed to *.damaged, and the run is trained again", file=sys.stderr)
 
 

@@ -5,6 +5,7 @@ a record on disk, also if it failed. So nothing is lost when a process dies.
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import canonical, describe_value
+from smallvit.data import Dataset
 from smallvit.data.dataset import current_content
 from smallvit.pretrained import Unavailable, Weights
 from smallvit.record import Record
@@ -149,7 +151,7 @@ class Scheduler:
 
         Also prints how many test images occur in the training images. The data are downloaded here, once, by one process.
         """
-        loaded = data()
+        loaded = read_data(data)
         if test_images:
             loaded.check_test_images()
         self.check_unchanged(data, loaded.content)
@@ -332,6 +334,21 @@ class Scheduler:
         if record is not None and self.fail_fast and record.status in ("failed", "interrupted"):
             self.queue.clear()
             self.stopped = True
+
+
+def read_data(data: Callable) -> Dataset:
+    """Return the data set that the function `data` loads. Raise ValueError, with the line of the user's code, if it fails."""
+    try:
+        return data()
+    except ValueError:
+        raise
+    except Exception as error:
+        line = records.user_line("".join(traceback.format_exception(error)))
+        raise ValueError(
+            f"the data {describe_value(describe(data))} cannot be loaded: {type(error).__name__}: {error}"
+            + f" ({line})" * bool(line)
+            + "; correct this, and start again"
+        ) from error
 
 
 def is_untrained(record: Record | None, retry: bool | Callable[[Record], bool]) -> bool:

@@ -28,7 +28,7 @@ from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.storage import write_text
 
 from .results import Damaged, recall
-from .scheduler import is_untrained, unavailable_weights
+from .scheduler import is_untrained, read_data, unavailable_weights
 from .shards import BUSY, divide
 
 PASSED_ON = (  # options of `smallvit run` that each job gets as they were given
@@ -156,7 +156,7 @@ def check(options: argparse.Namespace, given: Sequence[tuple[str, list[str]]]):
     if options.jobs is None:
         raise ValueError("--on slurm needs --jobs N, the number of jobs to submit; more jobs than nodes balance the load")
     if options.jobs > MOST_JOBS:
-        raise ValueError(f"--jobs is {options.jobs}; expected at most {MOST_JOBS:,} jobs with --on slurm; give a smaller number")
+        raise ValueError(f"--jobs is {options.jobs}; expected at most {MOST_JOBS:,} with --on slurm; give a smaller number")
     if options.device not in ("cpu", "cuda", "auto"):
         raise ValueError(f"device is {options.device!r}; expected cpu, cuda or auto on a SLURM cluster")
     if (options.gpus or options.per_gpu) and options.device != "cuda":
@@ -312,7 +312,7 @@ def fetch(runs: Sequence[ArmRun]):
     """
     needed = with_dependencies(runs)[0]
     for data in dict.fromkeys(entry.run.data for entry in needed):
-        data().check_test_images()
+        read_data(data).check_test_images()
     for reason in unavailable_weights(entry.run for entry in needed).values():
         print(f"unavailable: {reason}; the runs that need these weights are left out", file=sys.stderr)
 
