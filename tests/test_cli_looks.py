@@ -142,6 +142,13 @@ def test_options_that_contradict_each_other_are_refused(words, message, workdir,
     assert message in capsys.readouterr().err and not (workdir / "runs").exists()
 
 
+def test_fewer_seeds_than_an_earlier_command_has_chosen_are_refused(workdir, capsys):
+    looks = Looks((6, 8, 12), {(arm, 40, None, False): 12 for arm in ("scratch", "+LSA")})
+    write_looks(workdir / "runs" / "mine", looks)
+    assert main([*UNTIL_DECIDED, "--max-seeds", "8", "--dry-run"]) == 2
+    assert "--max-seeds is 8, but an earlier command has chosen 12 seeds" in capsys.readouterr().err
+
+
 def test_schedule_depends_on_what_is_known():
     assert choose_schedule(8, False, LOOKS, ADDED_LOOKS) == LOOKS
     assert choose_schedule(5, True, LOOKS, ADDED_LOOKS) == LOOKS, "five seeds have no verdict"

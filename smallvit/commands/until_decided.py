@@ -28,8 +28,9 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     The saved object is the content of `looks.json` in the folder of the runs, or that of the records if the file is gone. If it
     is None, `first_schedule` chooses the schedule.
 
-    Raises ValueError if `--max-seeds` is below the first look or above the last one, if `--only` leaves out the control of a
-    selected arm, and if the added seeds would be those of the trials of `smallvit tune`.
+    Raises ValueError if `--max-seeds` is below the first look or the present number of seeds of a selected arm, or above the
+    last look, if `--only` leaves out the control of a selected arm, and if the added seeds would be those of the trials of
+    `smallvit tune`.
     """
     if looks is None:
         looks = Looks(first_schedule(runs, out, recipe), {})
@@ -39,6 +40,12 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     if options.max_seeds is not None and options.max_seeds > LOOKS[-1]:
         raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the seeds of the last look")
     selected = {entry.cell for entry in only(runs, options.only)}
+    most = max(looks.at(cell) for cell in selected)
+    if options.max_seeds is not None and options.max_seeds < most:
+        raise ValueError(
+            f"--max-seeds is {options.max_seeds}, but an earlier command has chosen {most} seeds for an arm; expected at least "
+            f"{most}; to see what there is now, use smallvit report"
+        )
     baseline = only_baseline(runs)
     controls = {entry.arm: entry.baseline or baseline for entry in runs}
     for arm, *condition in selected:
