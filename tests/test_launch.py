@@ -24,7 +24,7 @@ from toys import TINY_VIT, training_of
 from smallvit import DINO, ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
 from smallvit import record as records
 from smallvit.launch import launch, progress
-from smallvit.launch.local import HUGE_PAGES, process_context
+from smallvit.launch.local import HUGE_PAGES, allow_open_files, process_context
 from smallvit.launch.plan import parallel
 from smallvit.launch.results import Damaged, Killed, folder, recall, record_failure, tags
 from smallvit.launch.scheduler import Scheduler, dependencies_first
@@ -68,6 +68,18 @@ def test_damaged_file_that_another_process_has_renamed_or_that_cannot_be_renamed
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(NotWritten, match="is damaged and cannot be renamed: Permission denied; make its folder writable"):
         Damaged(tmp_path / RECORD).set_aside()
+
+
+def test_limit_of_open_files_is_raised_as_far_as_the_workers_need_and_the_system_allows(monkeypatch):
+    resource, limits = pytest.importorskip("resource"), []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append(pair))
+    allow_open_files(8)
+    allow_open_files(64)
+    assert limits == [(544, 1024)]
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: (_ for _ in ()).throw(ValueError("not allowed")))
+    with pytest.raises(ValueError, match="200 worker processes need 1,632 open files, and the limit is 1,024; use fewer --jobs"):
+        allow_open_files(200)
 
 
 def test_number_of_workers_changes_no_result_and_finished_runs_are_not_trained_again(tmp_path):

@@ -30,15 +30,22 @@ from .status import remove_progress
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
+FILES = 8  # that stay open in this process for each worker process
+OTHER_FILES = 32  # that this process opens besides
+
+
 class LocalEngine(Engine):
     """Trains runs in worker processes of this machine, each with one thread. `settings` are the `Settings` of the runs,
     `groups` is the largest number of groups of runs that could be trained at once, and `jobs` the number of processes; None
     means one for each core. `gpus` is the GPU of each process, as a value of CUDA_VISIBLE_DEVICES. If there are such values,
     they decide the number of processes.
+
+    Raises ValueError if this process cannot open enough files for so many processes.
     """
 
     def __init__(self, settings: Settings, groups: int, jobs: int | None = None, gpus: Sequence[str] = ()):
         self.slots = max(1, min(len(gpus) or jobs or cores(), groups))
+        allow_open_files(self.slots)
         context = get_context("spawn") if gpus else process_context(settings.device)
         variables = [{VISIBLE: gpu} for gpu in gpus] or [{}] * self.slots
         self.workers = [Worker(context, settings, variables[slot]) for slot in range(self.slots)]
@@ -73,6 +80,27 @@ class LocalEngine(Engine):
         for worker in self.busy.values():  # whose runs were interrupted
             for place in worker.folders:
                 remove_progress(place)
+
+
+def allow_open_files(workers: int):
+    """Raise the limit of open files of this process to what it needs for so many worker processes. Raise ValueError if the
+    system does not allow that. Windows has no such limit.
+    """
+    try:
+        import resource
+    except ImportError:
+        return
+    needed = FILES * workers + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{workers} worker processes need {needed:,} open files, and the limit is {hard:,}; use fewer --jobs, "
+            "or raise the limit (ulimit -n)"
+        ) from error
 
 
 def process_context(device: str) -> Any:
