@@ -1,6 +1,7 @@
 """smallvit predict: files into a table, for one run, for an arm of a recipe, and for all its seeds together."""
 
 import csv
+import os
 import re
 import shlex
 from dataclasses import replace
@@ -99,6 +100,24 @@ def test_table_never_replaces_an_image(kind, arm, images, capsys):
     message = capsys.readouterr().err
     assert "expected one file, such as predictions.csv; if you meant the images, put the pattern before -o" in message
     assert (images / "1.png").read_bytes() == before and not (images / "new.JPG").exists()
+
+
+@pytest.mark.parametrize("name", ["mine.py", "record.json", "model.safetensors", "page.HTML"])
+def test_table_never_replaces_a_file_that_is_no_table(name, arm, images, tmp_path, capsys):
+    (tmp_path / name).write_text("kept")
+    assert main(["predict", str(arm / "seed0"), str(images / "1.png"), "-o", str(tmp_path / name)]) == 2
+    assert "which ends in .csv, .tsv or .txt; choose another name" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "kept"
+
+
+def test_names_that_are_not_utf_8_are_printed_unchanged(arm, images, capfdbinary):
+    name = os.fsdecode(b"\xff.png")
+    try:
+        (images / "1.png").rename(images / name)
+    except OSError:
+        pytest.skip("this file system takes no such names")
+    assert main(["predict", str(arm / "seed0"), str(images / name)]) == 0
+    assert b"/\xff.png," in capfdbinary.readouterr().out
 
 
 def test_files_folders_and_patterns_give_each_image_once(images):

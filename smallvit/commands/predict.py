@@ -13,6 +13,7 @@ from smallvit.storage import write_atomic
 
 from .finished import load_model, with_words
 
+TABLES = ("", ".csv", ".tsv", ".txt")  # suffixes of a file for the table
 BAR = 200  # a progress bar is shown for so many files; fewer are fast, and a notebook would keep each state of the bar
 
 
@@ -41,10 +42,13 @@ def main(options: argparse.Namespace) -> int:
     for reason in predictions.broken.values():
         print(f"skipped: {reason}", file=sys.stderr)
     text = table(predictions, model.classes)
-    if options.output in (None, "-"):
-        print(text, end="")
-        return 0
     content = text.encode("utf-8", "surrogateescape")
+    if options.output in (None, "-"):
+        if sys.stdout.isatty() or not hasattr(sys.stdout, "buffer"):  # such as that of a notebook
+            print(text, end="")
+        else:
+            sys.stdout.buffer.write(content)  # keeps names of files that are not UTF-8
+        return 0
     write_atomic(Path(options.output), lambda new: new.write_bytes(content))
     counts = Counter(predictions.probabilities.argmax(1).tolist())
     shown = ", ".join(f"{model.classes[index]} {count:,}" for index, count in counts.most_common(5))
@@ -53,8 +57,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def check_output(output: str | None, files: Sequence[str]):
-    """Raise ValueError if the table must not be written to the file `output`: it is a folder, it has the suffix of an image, or
-    it is one of the images `files`. None and "-" stand for the standard output.
+    """Raise ValueError if the table must not be written to the file `output`: it is a folder, it is one of the images `files`,
+    or it has the suffix of an image or of another file that is no table. None and "-" stand for the standard output.
     """
     if output in (None, "-"):
         return
@@ -64,3 +68,5 @@ def check_output(output: str | None, files: Sequence[str]):
             f"-o got {output}, which is {'a folder' if is_folder else 'the name of an image'}; expected one file, such as "
             "predictions.csv; if you meant the images, put the pattern before -o"
         )
+    if Path(output).suffix.lower() not in TABLES:
+        raise ValueError(f"-o got {output}; expected the name of a table, which ends in .csv, .tsv or .txt; choose another name")
