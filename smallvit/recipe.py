@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smallvit.ablation import ArmRun
 
 LISTED = 5  # files that a message lists
+MOST_NUMBERS = 100_000  # of a range such as 0-3
 
 
 def recipe_files() -> list[Path]:
@@ -25,7 +26,7 @@ def recipe_files() -> list[Path]:
     """
     package = Path(__file__).parent
     places = [Path("recipes"), package / "recipes", package.parent / "recipes"]
-    found = {path.stem: path for place in reversed(places) for path in sorted(place.glob("[!_]*.py"))}
+    found = {path.stem: path for place in reversed(places) for path in sorted(place.glob("[!_.]*.py"))}
     return [found[name] for name in sorted(found)]
 
 
@@ -170,7 +171,7 @@ def import_recipe(path: Path, text: str | None = None) -> Any:
         module.TEXT, module.DEFINITIONS = text, definitions(text)
         linecache.cache[str(path)] = len(text), None, text.splitlines(True), str(path)  # a traceback shows this text
         exec(compile(text, str(path), "exec"), vars(module))  # the loader's cache might not notice a change within a second
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a recipe that ends the program has not succeeded
         sys.modules.pop(name, None)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
@@ -335,10 +336,12 @@ def split_arms(text: str, offered: Sequence[str]) -> set[str]:
 def expand_range(text: str) -> list[str]:
     """Return the numbers of a range such as `0-3` as a list of texts. Any other text gives a list that contains only this text.
 
-    Underscores are removed.
+    Underscores are removed. Raises ValueError for a range of more than 100,000 numbers.
     """
     first, _, last = text.replace("_", "").partition("-")
     is_range = first.isdecimal() and last.isdecimal()
+    if is_range and int(last) - int(first) >= MOST_NUMBERS:
+        raise ValueError(f"--only got the range {text}; expected at most {MOST_NUMBERS:,} numbers; give a shorter range")
     return [str(number) for number in range(int(first), int(last) + 1)] if is_range else [text.replace("_", "")]
 
 

@@ -73,9 +73,11 @@ def test_list_shows_every_recipe_with_its_question_also_beside_broken_ones(capsy
     (workdir / "recipes" / "own.py").write_text(RECIPE)
     (workdir / "recipes" / "torn.py").write_bytes(b'"""\xff\x00"""')
     (workdir / "recipes" / "half.py").write_text('"""What?')
+    (workdir / "recipes" / "lost.py").symlink_to("nowhere")
+    (workdir / "recipes" / ".#own.py").symlink_to("me@host.1")  # a lock of Emacs
     assert main(["list"]) == 0
     out = capsys.readouterr().out
-    assert out.count("cannot be read: ") == 2 and "half" in out
+    assert out.count("cannot be read: ") == 3 and "half" in out and "lost" in out and ".#own" not in out
     assert "own" in out and "Does locality attention help" in out
     assert all(path.stem in out for path in recipe_files()) and "quickstart" in out
 
@@ -431,6 +433,7 @@ def test_name_of_a_recipe_file_is_compared_with_files_first_and_then_with_recipe
         (["run", "mine.py", "--only", "pass=0"], "this recipe has no cross-validation (folds=); expected seed=0"),
         (["run", "mine.py", "--only", "arm=+LAS"], "has no arm '+LAS'; did you mean '+LSA'?"),
         (["run", "mine.py", "--only", "labels=30"], "has no labels '30'"),
+        (["run", "mine.py", "--only", "seed=0-9999999999"], "--only got the range 0-9999999999; expected at most 100,000 numbers"),
         (["run", "mine.py", "--only", "seeds=1"], "--only got 'seeds=1'; expected arm=..., labels=..., seed=..., pass=..., length=... or settings=..."),
         (["report", "mine.py"], "no runs of mine in runs; start them with: smallvit run mine.py"),
         (["report", "./mine", "--out", "my runs"], "start them with: smallvit run mine.py --out 'my runs'\n"),
@@ -528,6 +531,7 @@ def test_option_without_the_one_that_it_needs_is_refused(flag, workdir, capsys):
     [
         ("import smallvit\nraise RuntimeError('no luck')", "broken.py, line 2: RuntimeError: no luck"),
         ("RUNS = [", "broken.py, line 1: SyntaxError"),
+        ("import sys\n\nsys.exit()", "broken.py, line 3: SystemExit"),
         ("x = 1", "broken.py defines no list RUNS"),
         ("RUNS = [1]", "broken.py defines no list RUNS"),
         ("from smallvit import Run\nRUNS = [Run(stepps=3)]", "line 2: ValueError: a run has no option 'stepps'; did you mean 'steps'?"),
