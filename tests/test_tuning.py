@@ -419,6 +419,17 @@ def test_optuna_shows_all_trials_also_after_a_kill_in_the_middle_of_a_line(tmp_p
         tune_arms(trials(comparison()), tmp_path, recipe="t")
 
 
+@pytest.mark.parametrize("line", [b"half of a line", b"[]", b'{"op_code": 77}', b'{"op_code": 0}', b"\xff"])
+def test_damaged_file_of_optuna_is_renamed_and_a_new_one_is_begun(line, tmp_path, capsys):
+    pytest.importorskip("optuna")
+    journal = tmp_path / "journal.log"
+    journal.write_bytes(line + b"\n")
+    with loop.open_journal(tmp_path) as storage:
+        assert storage.get_all_studies() == []
+    assert (tmp_path / "journal.log.damaged").read_bytes() == line + b"\n"
+    assert "journal.log is damaged; renamed to *.damaged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "values, value, edge",
     [

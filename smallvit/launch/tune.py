@@ -8,6 +8,9 @@ it, so its choice would depend on the order in which runs end; therefore only th
 """
 
 import functools
+import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -362,7 +365,8 @@ def on_all_images(differences: Sequence[Any], drawn: Sequence[Any]) -> Any:
 def open_journal(folder: Path) -> Iterator[Any]:
     """Context manager that opens Optuna's file of the trials in `folder`, and yields it as an Optuna storage, or None if Optuna
     is not installed. The folder is locked, so that only one process tunes there. If an earlier process was killed while it
-    wrote a line, this incomplete last line is removed.
+    wrote a line, this incomplete last line is removed. A file with another damaged line is renamed to `journal.log.damaged`:
+    all results are in the records, from which the studies are written again.
 
     Raises ValueError if another process has locked the folder.
     """
@@ -381,10 +385,23 @@ def open_journal(folder: Path) -> Iterator[Any]:
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
+        def opened() -> JournalStorage:
+            for line in path.read_bytes().splitlines() if path.exists() else ():
+                json.loads(line)  # Optuna would notice a damaged last line only when another one follows it
+            return JournalStorage(JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path))))
+
         if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
             path.write_bytes(content[: content.rfind(b"\n") + 1])
         Path(f"{path}.lock").unlink(missing_ok=True)  # left by a kill
-        yield JournalStorage(JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path))))
+        try:
+            storage = opened()
+        except OSError:
+            raise
+        except Exception:  # Optuna has no class of its own for a damaged file
+            os.replace(path, f"{path}.damaged")
+            print(f"note: {path} is damaged; renamed to *.damaged, and written again from the records", file=sys.stderr)
+            storage = opened()
+        yield storage
 
 
 def new_study(storage: Any, arm: Candidates) -> list[Any]:
