@@ -99,6 +99,7 @@ def test_worker_processes_are_spread_over_the_gpus_and_share_them_on_request(mon
         (["--gpus", "all", "--jobs", "4"], "--jobs 4 and --gpus all cannot be combined: --gpus all means 2 worker processes"),
         (["--gpus", "0", "--per-gpu", "3", "--jobs", "2"], "--gpus 0 --per-gpu 3 means 3 worker processes"),
         (["--gpus", "0,2"], "'2' is not one of the GPUs that this process can use (4, 5); expected all, or numbers from 0 to 1"),
+        (["--gpus", ""], "--gpus is empty; expected all"),
         (["--gpus", "0,,1"], "'' is not one of the GPUs"),
         (["--gpus", "0,0"], "--gpus 0,0 has a GPU twice"),
         (["--gpus", "all"], "no such GPU"),

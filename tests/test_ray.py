@@ -74,6 +74,8 @@ def test_each_group_of_runs_gets_a_cpu_and_its_share_of_a_gpu():
         ("cpu", 1, {}, "no machine of the Ray cluster offers a CPU"),
         ("mps", 1, {"CPU": 8.0}, "device is 'mps'; expected cpu, cuda or auto"),
         ("cuda", 0, {"CPU": 8.0, "GPU": 1.0}, "per_gpu is 0; expected the number"),
+        ("cuda", 20_000, {"CPU": 8.0, "GPU": 1.0}, "per_gpu is 20000; expected the number"),
+        ("cuda", 0.00001, {"CPU": 8.0, "GPU": 1.0}, "per_gpu is 1e-05; expected the number"),
     ],
 )
 def test_cluster_that_cannot_train_the_runs_is_refused(device, per_gpu, room, named):

@@ -250,6 +250,19 @@ def test_folder_that_is_not_empty_is_refused(runs, tmp_path):
         share(runs / "seed0", tmp_path)
 
 
+def test_folder_cannot_be_private(runs, tmp_path):
+    with pytest.raises(ValueError, match=r"and .*shared is a folder; leave it out"):
+        share(runs / "seed0", tmp_path / "shared", private=True)
+    assert not (tmp_path / "shared").exists()
+
+
+@pytest.mark.parametrize("option", [["--seed", "0"], ["--labels", "50"], ["--only", "settings=tuned"]])
+def test_nothing_is_chosen_of_a_model_on_the_hub(option, hub, tmp_path, capsys):
+    assert main(["export", "hf:user/name", str(tmp_path / "a.onnx"), *option]) == 2
+    assert "choose among several runs, and hf:user/name is one model; leave them out" in capsys.readouterr().err
+    assert not hub.asked
+
+
 def test_model_without_a_trained_head_is_refused(tmp_path):
     fit(Run(model=TINY_VIT, objective=partial(MAE, decoder_dim=16), labels=100, val=50, steps=1, batch=16), tmp_path / "run")
     with pytest.raises(ValueError, match="not trained on labels"):

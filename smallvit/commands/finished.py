@@ -59,10 +59,12 @@ def find_folders(options: argparse.Namespace) -> list[str]:
     `options.run` is the folder of a run, a folder of runs that differ in the seed, RECIPE:ARM, or an address on the Hugging
     Face Hub. `options.labels`, `options.seed` and `options.only` choose among several.
 
-    Raises ValueError for a recipe without an arm, with the arms that it has.
+    Raises ValueError for a recipe without an arm, with the arms that it has, and for a choice where there is none.
     """
     name = options.run
     if name.startswith(HUB):
+        if options.only or options.labels is not None or options.seed is not None:
+            raise ValueError(f"--only, --labels and --seed choose among several runs, and {name} is one model; leave them out")
         return [name]
     recipe, colon, arm = recipe_and_arm(name) if ":" in name else (name, "", "")
     if Path(name).is_dir() or not (colon or is_recipe(name)):

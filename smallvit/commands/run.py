@@ -184,8 +184,8 @@ NEEDED = {  # options that have a meaning only with another one: one of these
 
 
 def check_options(options: argparse.Namespace):
-    """Raise ValueError if the options of the command line contradict each other, as the tables `EXCLUDED` and `NEEDED` say, or
-    if `--per-gpu` does not suit where and on which device the runs are trained.
+    """Raise ValueError if the options of the command line contradict each other, as the tables `EXCLUDED` and `NEEDED` say, if
+    `--gpus` is empty, or if `--per-gpu` does not suit where and on which device the runs are trained.
     """
     values = {"--" + name.replace("_", "-"): value for name, value in vars(options).items() if value}
     seeds = [text.partition("=")[0] for text in options.only if text.startswith(("seed=", "pass="))]
@@ -194,6 +194,8 @@ def check_options(options: argparse.Namespace):
     for flag, others in NEEDED.items():
         if flag in given and given.isdisjoint(others):
             raise ValueError(f"{flag} {values[flag]} needs {' or '.join(others)}; add it, or remove {flag}")
+    if options.gpus == "":
+        raise ValueError("--gpus is empty; expected all, or numbers such as 0,2; or leave it out")
     if options.per_gpu and options.on == "ray" and options.device not in ("cuda", "auto"):
         raise ValueError(f"--per-gpu is about GPUs, and the runs have --device {options.device}; add --device cuda")
     if isinstance(options.per_gpu, float) and options.on != "ray":

@@ -45,10 +45,13 @@ def share(
     private  True: only you can see the model on the hub
 
     Raises   ValueError for a run that cannot be loaded, for a model without a trained head, for components that are not part of
-             smallvit, for a folder that is not empty, if a package for `onnx` is missing, and if the upload fails.
+             smallvit, for a folder that is not empty, for `private` with a folder, if a package for `onnx` is missing, and if
+             the upload fails.
     """
     if str(run).startswith(HUB):
         raise ValueError(f"{run} is shared already; expected the folder of a run")
+    if private and not str(target).startswith(HUB):
+        raise ValueError(f"private (--private) hides a model on the Hugging Face Hub, and {target} is a folder; leave it out")
     if onnx:
         from .onnx import check_packages
 

@@ -34,6 +34,7 @@ from .status import remove_progress
 RETRIES = 3  # so often Ray starts a task again whose machine or worker process was lost
 CHECKPOINT_SECONDS = 30.0  # between two checkpoints that a worker sends to the driver
 ANSWER_SECONDS = 60.0  # in which a machine must say which version of smallvit it has
+UNITS = 10_000  # Ray counts in ten-thousandths of a CPU or GPU
 OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}  # kind of resource -> option of a Ray task
 
 
@@ -243,16 +244,16 @@ def resources(device: str, per_gpu: float, room: dict[str, float]) -> dict[str, 
     of a GPU. `device` is "cpu", "cuda" or "auto" (a GPU if the cluster has one). `per_gpu` is the number of groups that share a
     GPU or, below 1, the share of each. `room` has the resources of the whole cluster.
 
-    Raises ValueError for another device, and if the cluster lacks a CPU or GPU.
+    Raises ValueError for another device, for a share below a ten-thousandth, and if the cluster lacks a CPU or GPU.
     """
     if device not in ("cpu", "cuda", "auto"):
         raise ValueError(f"device is {device!r}; expected cpu, cuda or auto on a Ray cluster")
-    if not per_gpu > 0:
+    if not 1 / UNITS <= per_gpu <= UNITS:
         raise ValueError(f"per_gpu is {per_gpu}; expected the number of groups of runs that share one GPU, such as 4")
     needs: dict[str, float] = {"CPU": 1}
     if device == "cuda" or (device == "auto" and room.get("GPU")):
         share = per_gpu if per_gpu < 1 else 1 / per_gpu
-        needs["GPU"] = math.floor(share * 10_000) / 10_000  # Ray counts in ten-thousandths
+        needs["GPU"] = math.floor(share * UNITS) / UNITS
     for kind, amount in needs.items():
         if amount > room.get(kind, 0):
             raise ValueError(f"device is {device!r}, but no machine of the Ray cluster offers a {kind}; see `ray status`")
