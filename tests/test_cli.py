@@ -616,6 +616,12 @@ def test_error_in_user_code_shows_the_line_and_the_record_has_the_traceback(code
     assert record.error.startswith(error) and "train/loop.py" in record.traceback and code in record.traceback
 
 
+def test_empty_file_of_committed_records_is_named(workdir, capsys):
+    Path("mine.jsonl").touch()
+    assert main(["verify", "mine.py"]) == 2
+    assert "mine.jsonl is empty; expected committed records" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [[], ["--dry-run"], ["--on", "slurm", "--jobs", "2"]])
 def test_data_that_cannot_be_loaded_are_named_with_the_line(options, workdir, capsys):
     loader = "def mine():\n    open('nowhere.csv')\n\nscratch = Run(data=mine, "

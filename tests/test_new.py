@@ -239,7 +239,7 @@ def test_lost_details_are_named_if_one_side_becomes_smaller(size, lost):
     assert ("small details are lost" in " ".join(new.findings(inspect_images(Path("sides"), size=64)))) == lost
 
 
-def test_names_and_paths_of_the_recipe(monkeypatch):
+def test_names_and_paths_of_the_recipe(monkeypatch, capsys):
     monkeypatch.setattr(new, "planned", lambda *arguments: "planned")
     gray()
     Path("gray").rename("2 gray")
@@ -248,6 +248,8 @@ def test_names_and_paths_of_the_recipe(monkeypatch):
     module = load_recipe(Path("recipes/mine.py").resolve())
     assert data_options(module)["path"] == "2 gray" and len(baseline(module).data().train) == 40
     assert main(["new", "a b", "--data", "2 gray"]) == 2
+    assert main(["new", ".", "--data", "2 gray"]) == 2
+    assert "the recipe would be called '.', which is a folder; expected a name such as cells.py" in capsys.readouterr().err
     monkeypatch.chdir("recipes")
     assert main(["new", "other", "--data", "../2 gray"]) == 0
     assert Path(data_options(load_recipe(Path("other.py").resolve()))["path"]).is_absolute()

@@ -365,11 +365,14 @@ def test_runs_of_a_killed_process_are_interrupted(tmp_path, monkeypatch):
 
 def test_status_of_a_recipe_before_and_after_it_has_run(workdir, capsys):
     assert main(["status", "mine.py"]) == 1
-    assert "0 of 4 runs have finished, 4 waiting" in capsys.readouterr().out and not Path("runs").exists()
+    captured = capsys.readouterr()
+    assert "0 of 4 runs have finished, 4 waiting" in captured.out and not Path("runs").exists()
+    assert f"there is no folder {workdir / 'runs' / 'mine'}; if the runs are elsewhere" in captured.err
     assert main(["run", "mine.py", "--jobs", "1", "--only", "arm=scratch"]) == 0
     capsys.readouterr()
     assert main(["status", "mine.py"]) == 1
-    assert "2 of 4 runs have finished, 2 waiting" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "2 of 4 runs have finished, 2 waiting" in captured.out and "no folder" not in captured.err
     assert main(["status", "mine.py", "--only", "arm=scratch", "--watch"]) == 0
     out = capsys.readouterr().out
     assert out.endswith("2 of 2 runs have finished\n") and len(out.splitlines()) == 1, "not a terminal: one line"

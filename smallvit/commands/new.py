@@ -82,6 +82,8 @@ def recipe_file(name: str | None, folder: Path) -> Path:
     """
     stem = "".join(letter if letter.isalnum() else "_" for letter in folder.resolve().name) or "images"
     path = Path(name or (f"images_{stem}" if stem[0].isdigit() else stem)).expanduser()
+    if not path.name:
+        raise ValueError(f"the recipe would be called {name!r}, which is a folder; expected a name such as cells.py")
     path = path if path.suffix == ".py" else path.with_name(f"{path.name}.py")
     if not path.stem.replace("-", "_").isidentifier():
         raise ValueError(f"the recipe would be called {path.name!r}; expected letters, digits, '_' and '-', such as cells.py")

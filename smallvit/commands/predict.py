@@ -69,4 +69,4 @@ def check_output(output: str | None, files: Sequence[str]):
             "predictions.csv; if you meant the images, put the pattern before -o"
         )
     if Path(output).suffix.lower() not in TABLES:
-        raise ValueError(f"-o got {output}; expected the name of a table, which ends in .csv, .tsv or .txt; choose another name")
+        raise ValueError(f"-o got {output}; expected a name for the table, which ends in .csv, .tsv or .txt")

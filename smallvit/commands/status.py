@@ -34,6 +34,8 @@ def main(options: argparse.Namespace) -> int:
     path = find_recipe(options.recipe)
     runs, out = scaled(load_recipe(path).RUNS, options)
     runs = with_looks(runs, known_looks(runs, out, path.stem))
+    if not (place := Path(out, path.stem)).is_dir():
+        print(f"note: there is no folder {place.absolute()}; if the runs are elsewhere, name it with --out", file=sys.stderr)
     state = RecipeState(only(runs, options.only), runs, Path(out), path.stem)
     state.update()
     if options.watch:

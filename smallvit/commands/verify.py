@@ -35,6 +35,8 @@ def main(options: argparse.Namespace) -> int:
     if not published.exists():
         raise ValueError(f"{path.stem} has no committed records ({published.name} beside it); create them with --publish")
     committed = with_present_names(read_records(published), module.RUNS)
+    if not committed:
+        raise ValueError(f"{published} is empty; expected committed records; restore the file, or create it with --publish")
     recorded = {key(record): record for record in committed if record.finished}
     published_runs = [entry for entry in module.RUNS if key(entry) in recorded]
     if not published_runs:
