@@ -75,7 +75,7 @@ esac
 saved=$(find {results} -newermt "$((SECONDS + 2)) seconds ago" \\( -name {checkpoint} -o -name {weights} \\) -print -quit)
 if [ -z "$saved" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -ge {most} ]; then
     echo "smallvit: $job was started again $SLURM_RESTART_COUNT times, and no job has made progress since the last time;" \\
-        "it is not started again; give it a longer time limit" >&2
+        "it is not started again; give it a longer time limit or more memory" >&2
     exit 1
 fi
 echo "smallvit: $job ended with status $status before its runs had finished; SLURM is asked to start it again" >&2
