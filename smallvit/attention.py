@@ -5,8 +5,9 @@ Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask)
 - `x` is (b, n, d), for any number of tokens n, also 1. No parameter depends on n.
 - `size`, (b, n) or None, is the number of patches that each token stands for. The attention weight of a key is proportional
   to `size * exp(logit)`: a token of size 2 counts as two equal tokens, one of size 0 is ignored. None means that all are 1.
-- `mask`, boolean, broadcastable to (b, h, n, n), is True where a query (row) may attend to a key (column). Each row must allow
-  at least one key of size above 0: otherwise the result of the row is NaN with some kernels, which makes all gradients NaN.
+- `mask`, boolean, is True where a query (row) may attend to a key (column): (n) for the keys, (n, n), or 4 axes that broadcast
+  to (b, h, n, n). 3 axes are refused: the first could be images or heads. Each row must allow at least one key of size above
+  0: otherwise the result of the row is NaN with some kernels, which makes all gradients NaN.
 - An attribute `position` that is not None says that the module needs to know where its tokens are. It is then called
   `(x, size, mask, places)`; see `attention_positions`.
 - A method `as_plain()` may return a `PlainAttention(scale, mask_self)`. It says that the module computes the usual attention
@@ -74,8 +75,11 @@ class Attention(nn.Module):
     """Multi-head self-attention, a module. Each new token is a weighted mean of all tokens. The weights are a softmax of the
     products of queries and keys.
 
-    Call it as `attention(x, size, mask)`: tokens (b, n, dim), sizes (b, n) or None, and a boolean mask or None. It returns an
-    `AttentionOutput`; the new tokens (b, n, dim) are its attribute `x`. In a model of timm, use `timm_attention`.
+    Call it as `attention(x, size, mask, places)`. `x` are tokens (b, n, dim). `size` (b, n) holds the number of patches in each
+    token; None means 1. `mask` is boolean, True where a token may attend to another one: (n, n) for all images, (b, 1, n, n)
+    for one mask per image, (b, 1, 1, n) to hide padding, or None. `places`, a `Places`, says where the patches are; only the
+    option `position` needs it, and a `ViT` gives it. The call returns an `AttentionOutput`; the new tokens (b, n, dim) are its
+    attribute `x`. In a model of timm, use `timm_attention`.
 
     The mask must let each token attend to at least one token, also padding: use `mask | torch.eye(n, dtype=torch.bool)`. A row
     that is False everywhere gives NaN with some kernels, and then all gradients are NaN.
@@ -87,7 +91,8 @@ class Attention(nn.Module):
     head (arXiv:2302.05442). `dropout` acts on the attention map. `position` is `RelativeBias` or `Rotary`: positions inside
     attention. The attribute `fused` is True for PyTorch's fused kernel, False for matrix products, and None for the faster one.
 
-    Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given.
+    Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given, for a mask that is not boolean or has 3
+             axes, and for a boolean `size`.
     """
 
     fused: bool | None = None
@@ -125,8 +130,11 @@ class LocalityAttention(nn.Module):
     """Locality self-attention (LSA), a multi-head attention module. No token attends to itself, and each head learns the
     temperature of its softmax.
 
-    Call it as `attention(x, size, mask)`: tokens (b, n, dim), sizes (b, n) or None, and a boolean mask or None. It returns an
-    `AttentionOutput`; the new tokens (b, n, dim) are its attribute `x`. In a model of timm, use `timm_attention`.
+    Call it as `attention(x, size, mask, places)`. `x` are tokens (b, n, dim). `size` (b, n) holds the number of patches in each
+    token; None means 1. `mask` is boolean, True where a token may attend to another one: (n, n) for all images, (b, 1, n, n)
+    for one mask per image, (b, 1, 1, n) to hide padding, or None. `places`, a `Places`, says where the patches are; only the
+    option `position` needs it, and a `ViT` gives it. The call returns an `AttentionOutput`; the new tokens (b, n, dim) are its
+    attribute `x`. In a model of timm, use `timm_attention`.
 
     Paper    Lee, Lee, Song 2021, arXiv:2112.13492, section 4.2. The temperature of a head is stored as the factor `scale` of
              its logits; it starts at 1 / sqrt(head_dim) and is learned. The diagonal of every attention map, also that of the
@@ -144,7 +152,8 @@ class LocalityAttention(nn.Module):
     `Attention`, without `qk_norm`. With `mask_self=False`, the mask must let each token attend to at least one token, as there.
     After token merging the diagonal stands for a whole group of patches: its members no longer attend to each other.
 
-    Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given, or for an unknown `temperature`.
+    Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given, for an unknown `temperature`, for a mask
+             that is not boolean or has 3 axes, and for a boolean `size`.
     """
 
     fused: bool | None = None
@@ -275,16 +284,31 @@ def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torc
 
 def check_mask(mask: Tensor, queries: int | None = None) -> Tensor:
     """Return a boolean attention mask with at least two axes (queries, keys). A mask with one axis is the same for all queries:
-    its shape (keys) becomes (1, keys). Raise ValueError if `mask` is not boolean, or if it is for another number of `queries`.
+    its shape (keys) becomes (1, keys). Raise ValueError if `mask` is not boolean, has three axes, or is for another number of
+    `queries`.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool, True where a query may attend to a key")
+    if mask.ndim == 3:  # they would be heads, queries and keys, but most callers mean images, queries and keys
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}; expected 1, 2 or 4 axes: for one mask per image use mask[:, None], for one "
+            "mask per head use mask[None]"
+        )
     if queries is not None and mask.ndim == 2 and mask.shape[0] not in (1, queries):
         raise ValueError(
             f"mask has shape {tuple(mask.shape)} for {queries} tokens; expected (queries, keys). A mask for the keys of each "
             "image, (batch, keys), is mask[:, None, None, :]"
         )
     return torch.atleast_2d(mask)
+
+
+def check_size(size: Tensor | None):
+    """Raise ValueError if `size` is boolean: it is a mask then, and no number of patches in each token (batch, tokens)."""
+    if size is not None and size.dtype == torch.bool:
+        raise ValueError(
+            f"size is a boolean tensor of shape {tuple(size.shape)}; expected the number of patches in each token: give a mask "
+            "for the keys of each image as mask=keys[:, None, None, :]"
+        )
 
 
 def attend_and_project(
@@ -396,6 +420,7 @@ def logit_bias(size: Tensor | None, mask: Tensor | None, bias: Tensor | None = N
 
     The shape broadcasts to (b, h, n, n). The result is None without sizes, mask and bias.
     """
+    check_size(size)
     if size is not None:
         of_sizes = size.log()[:, None, None, :]
         bias = of_sizes if bias is None else bias + of_sizes

@@ -18,6 +18,7 @@ from smallvit.attention import (
     attend_with_size_gradient,
     check_mask,
     check_rate,
+    check_size,
     logit_bias,
     mean_over_queries,
     split_heads,
@@ -131,6 +132,7 @@ class SigmoidAttention(Attention):
     def forward(
         self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
     ) -> AttentionOutput:
+        check_size(size)
         q, k, v = split_heads(self.qkv(x), self.heads)
         q, key = self.q_norm(q), self.k_norm(k)
         q, k, bias = apply_position(self, q, key, places)

@@ -353,6 +353,16 @@ def test_mask_of_the_keys_of_each_image_is_explained(make):
 
 
 @both
+def test_mask_of_three_axes_and_boolean_sizes_are_explained(make):
+    mask, x = torch.ones(HEADS, 5, 5, dtype=torch.bool), torch.randn(HEADS, 5, 8)  # as many images as heads
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 5, 5\); .* for one mask per image use mask\[:, None\]"):
+        make(8, HEADS)(x, mask=mask)
+    make(8, HEADS)(x, mask=mask[:, None])
+    with pytest.raises(ValueError, match=r"size is a boolean tensor of shape \(2, 5\); .* mask=keys\[:, None, None, :\]"):
+        make(8, HEADS)(x, mask[:, 0])
+
+
+@both
 def test_key_that_is_masked_for_all_queries_has_no_effect(make):
     module, x = randomized(make), tokens()
     kept = torch.tensor([0, 1, 3])

@@ -156,6 +156,8 @@ def test_masked_key_has_no_effect_and_every_shape_of_a_mask_means_the_same(make)
     assert torch.equal(module(changed, None, mask).x[:, kept], module(x, None, mask).x[:, kept])
     with pytest.raises(ValueError, match=r"mask has dtype torch.float32; expected torch.bool"):
         module(x, None, torch.ones(N, N))
+    with pytest.raises(ValueError, match=r"size is a boolean tensor of shape .*; expected the number of patches in each token"):
+        module(x, torch.ones(x.shape[:2], dtype=torch.bool))
 
 
 @pytest.mark.slow
