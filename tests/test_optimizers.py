@@ -342,6 +342,31 @@ def test_teacher_of_semi_supervised_training_moves_once_in_a_step_of_sam(stacked
         torch.testing.assert_close(tensors[name].detach(), expected, rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("options", [{"momentum": 0.5}, {"momentum": 0.5, "align": True}], ids=["teacher", "aligned"])
+def test_both_passes_of_sam_learn_the_same_targets_of_a_teacher(options, monkeypatch):
+    seen, targets = [], SemiSupervised.targets
+    monkeypatch.setattr(SemiSupervised, "targets", lambda *given: seen.append(targets(*given)) or seen[-1])
+    objective = partial(SemiSupervised, weak=augment.digits(0.3), strong=augment.strong_digits(), ratio=1, hard=0.0, **options)
+    training = training_of(SHORT.vary(objective=objective, optimizer=partial(SAM, rho=0.5)))
+    for _ in range(2):
+        training.train_step()
+    assert len(seen) == 4 and training.objective.count == 2 and training.objective.second_pass is False
+    for first, second in (seen[:2], seen[2:]):
+        assert torch.equal(first[0], second[0])
+
+
+def test_sam_does_not_move_the_last_layer_of_dino_while_it_is_frozen():
+    objective = partial(DINO, freeze=0.5)
+    run = Run(model=TINY_VIT, objective=objective, unlabelled=True, augment=augment.digit_crops(), val=50, steps=2, batch=8)
+    training, seen = training_of(run.vary(optimizer=SAM)), []
+    head = training.objective.head
+    head.register_forward_pre_hook(lambda *_: seen.append([p.detach().clone() for p in (head.last_layer.weight_v, head.layers[0].weight)]))
+    for frozen in (True, False):
+        training.train_step()
+        (last, first), (moved_last, moved_first) = seen[-2:]
+        assert torch.equal(last, moved_last) == frozen and not torch.equal(first, moved_first)
+
+
 # ScheduleFree
 
 

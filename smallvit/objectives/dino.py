@@ -124,7 +124,7 @@ class DINO(TeacherObjective):
         self.koleo_loss = KoLeoLoss()
         self.freeze, self.momentum, self.clip, self.koleo = freeze, momentum, clip, koleo
         self.temperatures, self.warmup = (warm_temp, teacher_temp), warmup
-        self.settle = settle
+        self.settle, self.last_layer_is_frozen = settle, False
         before_projection = getattr(projected_pool(model), "dim", width)
         self.bank = NeighbourBank(bank, before_projection, bottleneck, neighbours, share) if neighbours else None
         self.patches = patches
@@ -163,6 +163,7 @@ class DINO(TeacherObjective):
         if not batch.views:
             raise ValueError("DINO compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
         b = len(batch.images)
+        self.last_layer_is_frozen = progress < self.freeze
         hidden = None
         if self.patch_term is not None:  # the first random draw of a step
             hidden = self.patch_term.draw_hidden(batch.views[0], self.student.tokenizer.grid(batch.views[0].shape[-2:]))
@@ -236,6 +237,12 @@ class DINO(TeacherObjective):
             torch._foreach_mul_(gradients, (self.clip / (norms + 1e-6)).clamp(max=1).unbind())  # pyright: ignore
         for head in self.student_heads:
             head.cancel_last_layer_gradients(0 if progress < self.freeze else 1)
+
+    def frozen_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the last layers of the student's heads at the start of the run, when they are frozen, and an
+        empty list later.
+        """
+        return [p for head in self.student_heads for p in head.last_layer.parameters()] if self.last_layer_is_frozen else []
 
     def student_weight(self, progress: float) -> float:
         """Return 1 - the momentum of the teacher, which rises to 1 in a cosine. `progress` is the finished fraction of the

@@ -45,6 +45,9 @@ class Objective(nn.Module):
     changes_weights  True if `after_step` changes weights that are trained, for example limits them.
     unlabelled     the unlabelled images that each step needs beside the labelled ones, as `Unlabelled`; None: no images. The
                    training loop then puts views of them into `batch.views`. Their labels cannot be read.
+    second_pass    None, or False for an objective whose `forward` moves a teacher, or another average, before it computes the
+                   targets. The optimizer `SAM` sets False to True in the second pass of a step. Then `forward` must not move
+                   them: they are already moved, and both passes learn the same targets.
     observed       the features, and the targets of a teacher, of the last batch. An objective without labels sets it in
                    `forward`.
     """
@@ -56,6 +59,7 @@ class Objective(nn.Module):
     stackable = True
     changes_weights = False
     unlabelled: Unlabelled | None = None
+    second_pass: bool | None = None
     observed: Observation | None = None
     model: Any  # an nn.Module; methods such as features(x) depend on the model
 
@@ -100,6 +104,12 @@ class Objective(nn.Module):
         """Update other values after the optimizer step, for example a teacher that is a moving average. By default nothing is
         done. `progress` is the finished fraction of the training run, from 0 to 1.
         """
+
+    def frozen_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients `before_step` discards in the present step. `SAM`, which asks after `forward`,
+        does not move them for its second pass. By default there are none.
+        """
+        return []
 
     def learning_rates(self) -> list[tuple[list[nn.Parameter], LearningRate]]:
         """Return a list of pairs: a group of parameters, and a function that computes the learning rate of this group.

@@ -68,6 +68,7 @@ class SemiSupervised(Objective):
              the second term has no gradient, because the target is the model's own prediction for the same view.
     """
 
+    second_pass = False
     stackable = True  # `forward` changes only buffers and the teacher, and a stack keeps those of each run
     count: Tensor
     class_shares: Tensor
@@ -191,12 +192,13 @@ class SemiSupervised(Objective):
 
     def predict(self, views: Sequence[Tensor], prediction: Tensor) -> Tensor:
         """Return the logits for the weak view (the first one of `views`), from which the targets are computed. `prediction` are
-        the logits of the model for the last one of `views`, which it learns from. If there is a teacher, it is updated first.
+        the logits of the model for the last one of `views`, which it learns from. If there is a teacher, it is updated first,
+        but not in the second pass of a step of `SAM`.
         """
-        if self.momentum or self.align:
+        if (self.momentum or self.align) and not self.second_pass:
             self.count += 1
         if self.teacher is not None:
-            for average, now in tensor_pairs(self.teacher, self.model):
+            for average, now in () if self.second_pass else tensor_pairs(self.teacher, self.model):
                 if average.is_floating_point():
                     average += (now - average) * self.newest_share(self.momentum, average.dtype)
             return self.teacher(views[0])
@@ -223,10 +225,12 @@ class SemiSupervised(Objective):
 
     def aligned(self, q: Tensor) -> Tensor:
         """Return probabilities, shape (batch, classes), after distribution alignment: multiplied by the share of each class
-        among the labelled images, divided by its mean prediction, and normalized. The mean prediction is updated first.
+        among the labelled images, divided by its mean prediction, and normalized. The mean prediction is updated first, but not
+        in the second pass of a step of `SAM`.
         """
         if not hasattr(self, "class_shares"):
             raise ValueError("align=True needs the class sizes; call set_class_counts(counts) before forward")
-        self.mean_prediction += (q.mean(0) - self.mean_prediction) * self.newest_share(ALIGNMENT_MOMENTUM, q.dtype)
+        if not self.second_pass:
+            self.mean_prediction += (q.mean(0) - self.mean_prediction) * self.newest_share(ALIGNMENT_MOMENTUM, q.dtype)
         q = q * ((self.class_shares + SMALL) / (self.mean_prediction + SMALL))
         return q / q.sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """SAM and ASAM: sharpness-aware minimization, which uses the gradient at nearby weights with a larger loss."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,8 +29,10 @@ class SAM(Optimizer):
     base      the optimizer that takes the steps: `AdamW`, `Muon` or `ScheduleFree`, or a `partial` of one
 
     Both passes use the same augmented images and the same random numbers. Buffers, such as the running statistics of batch
-    normalization or the center of DINO, change in the first pass only, and the reported loss is that of the first pass.
-    Gradients are clipped after the second pass. In a stack, the move is computed for each run separately.
+    normalization or the center of DINO, and teachers change in the first pass only. So both passes learn the same targets of a
+    teacher; targets that the trained model predicts itself, as in FixMatch, are predicted anew in the second pass. The reported
+    loss is that of the first pass. Gradients are clipped after the second pass. Weights that are frozen in a step, such as the
+    last layer of DINO at the start, are not moved. In a stack, the move is computed for each run separately.
 
     Paper    SAM: Foret et al. 2021, arXiv:2010.01412. ASAM: Kwon et al. 2021, arXiv:2102.11600.
     Off      `rho=0` equals the base optimizer, bit for bit, and has one pass.
@@ -85,7 +87,8 @@ class SAM(Optimizer):
         """Compute the gradients of a step at the moved weights, and return the loss at the original weights. The function
         `backward` sets the gradients to zero, computes them at the present weights and returns the loss. `objective` is the
         training objective. `changed` are its tensors that a forward pass may change, such as buffers and the weights of a
-        teacher; they change in the first pass only. With `members`, the first axis of all tensors is the run of a stack.
+        teacher; they change in the first pass only. With `members`, the first axis of all tensors is the run of a stack. See
+        `second_pass` and `frozen_parameters` of `Objective`.
         """
         self.used = True
         if not self.rho:
@@ -94,9 +97,15 @@ class SAM(Optimizer):
         before, draws = [tensor.clone() for tensor in changed], random_states(device)
         loss = backward()
         after, observed = [tensor.clone() for tensor in changed], objective.observed
-        copy_all(changed, before)
+        if getattr(objective, "second_pass", None) is None:
+            copy_all(changed, before)
+            second_pass = nullcontext()
+        else:
+            second_pass = marked(objective)
+        for parameter in getattr(objective, "frozen_parameters", list)():
+            parameter.grad = None
         set_random_states(device, draws)
-        with self.moved(members):
+        with self.moved(members), second_pass:
             backward()
         copy_all(changed, after)
         if observed is not None:
@@ -135,6 +144,16 @@ class SAM(Optimizer):
     def check_objective(self, objective: Any):
         """Raise ValueError for an objective or a model that the base optimizer cannot train."""
         self.base.check_objective(objective)
+
+
+@contextmanager
+def marked(objective: Any) -> Iterator[None]:
+    """Context manager in which the attribute `second_pass` of a training objective is True."""
+    objective.second_pass = True
+    try:
+        yield
+    finally:
+        objective.second_pass = False
 
 
 @torch.no_grad()
