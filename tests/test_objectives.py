@@ -424,6 +424,14 @@ def test_the_loss_of_ltmp_is_cross_entropy_and_the_squared_difference_to_the_bud
     assert result["loss"].item() == pytest.approx(cross_entropy + 7.0 * (result["spent"].item() - 0.4) ** 2, rel=1e-5)
 
 
+def test_running_statistics_of_the_frozen_model_stay(batch):
+    model = THRESHOLDS()
+    model.dropout = nn.BatchNorm1d(17)  # 17 tokens enter the blocks
+    LearnThresholds(model)(batch, 0.0)
+    LearnThresholds(model).train()(batch, 0.0)
+    assert model.dropout.num_batches_tracked == 0 and model.training
+
+
 def test_the_share_spent_is_one_if_all_is_kept_and_falls_with_every_dropped_token():
     objective = LearnThresholds(THRESHOLDS())
     kept = [torch.ones(6, 17) for _ in range(4)]

@@ -152,6 +152,15 @@ def test_thresholds_get_the_gradient_of_all_their_decisions():
     assert module.merge.grad.item() == pytest.approx(by_merging, rel=1e-4)
 
 
+def test_patch_without_a_partner_gives_the_threshold_no_gradient():
+    module = LearnedThresholds(LayerContext(patches=1), merge=0.0, temperature=2.0).train()
+    x, kept = torch.randn(1, 2, 4), []
+    module.kept.register_forward_hook(lambda _, given, out: kept.append(out))
+    module(x, None, lambda: x, lambda queries: torch.full((1, 2), 0.5))
+    kept[0].sum().backward()
+    assert module.merge.grad == 0
+
+
 def test_loss_reaches_every_threshold():
     model = sharpen(tiny(pool=MeanTokens, reduction=partial(LearnedThresholds, merge=0.5, prune=0.8, temperature=0.5))).train()
     model(torch.randn(4, 1, 12, 12)).square().sum().backward()

@@ -127,6 +127,17 @@ class LearnThresholds(Objective):
         model.requires_grad_(False)
         for module in self.thresholds:
             module.requires_grad_(True)
+        self.train()
+
+    def train(self, mode: bool = True):
+        """Switch the objective to training mode (`mode` True) or evaluation mode, and return it. BatchNorm layers stay in
+        evaluation mode, so that the running statistics of the frozen model do not change.
+        """
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return self
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the loss of a batch under "loss" and, under "spent", the multiply-adds of the blocks, divided by

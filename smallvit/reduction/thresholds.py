@@ -90,7 +90,7 @@ class LearnedThresholds(nn.Module):
         kept = torch.ones_like(importance)
         if self.merge is not None:
             similarity, match = self.best_matches(key().detach().float(), new_size.detach() > 0)
-            merged = self.above_threshold(similarity, self.merge)
+            merged = torch.where(similarity > -2, self.above_threshold(similarity, self.merge), 0.0)  # sources only
             x, new_size, importance = self.merge_tokens(x, new_size, importance, merged, match)
             kept = kept - merged
         present = is_patch & (kept * new_size > 0)
