@@ -2,7 +2,8 @@
 
 Contract: `tokenizer(image, channels, dim)` makes a module that maps (b, channels, h, w) to (b, n, dim), one token for each cell
 of `tokenizer.grid((h, w)) -> (rows, columns)`, in row-major order. Images of another size than `image` work too. If the patches
-do not tile an image, ValueError names the patch size, the image size and the nearest sizes that fit.
+do not tile an image, ValueError names the patch size, the image size and the nearest sizes that fit. The tokenizers of this
+file also refuse images of another shape or data type than (b, channels, h, w) in floats.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ class PatchEmbed(nn.Module):
 
     Paper    ViT, arXiv:2010.11929.
     Departs  An image that the patches do not tile is refused; timm's `dynamic_img_pad` pads it.
-    Raises   ValueError for `linear` with a kernel other than the patch, or a kernel that cannot be centered on the patch.
+    Raises   ValueError for `linear` with a kernel other than the patch, a kernel that cannot be centered on the patch, and
+             images that are not normalized floats (b, channels, h, w).
     """
 
     def __init__(self, image: Image, channels: int, dim: int, *, patch: int, kernel: int | None = None, linear: bool = False):
@@ -41,7 +43,7 @@ class PatchEmbed(nn.Module):
             raise ValueError(f"kernel is {kernel}; expected the patch plus an even margin: {patch}, {patch + 2}, ...")
         if linear and kernel != patch:
             raise ValueError(f"linear=True cuts the image without overlap; expected kernel={patch}, got {kernel}")
-        self.patch, self.linear, self.can_be_linear = patch, linear, kernel == patch
+        self.channels, self.patch, self.linear, self.can_be_linear = channels, patch, linear, kernel == patch
         self.grid(image)
         self.proj = nn.Conv2d(channels, dim, kernel, stride=patch, padding=(kernel - patch) // 2)
         self.reset_parameters()
@@ -53,6 +55,7 @@ class PatchEmbed(nn.Module):
         return patch_grid(image, self.patch)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_images(x, self.channels, self.proj.weight.dtype)
         self.grid(x.shape[-2:])
         if self.linear and not (self.proj._forward_hooks or self.proj._forward_pre_hooks):
             patches = rearrange(x, "b c (r p) (s q) -> b (r s) (c p q)", p=self.patch, q=self.patch)
@@ -63,6 +66,10 @@ class PatchEmbed(nn.Module):
 class ShiftedPatchEmbed(nn.Module):
     """Shifted patch tokenization (SPT), a module that converts images to tokens. Each token is computed from a patch of the
     image and from the same patch in four copies of the image. The copies are shifted diagonally by half a patch.
+
+    `image` is the (height, width) of the images in pixels, `channels` the number of their channels, `dim` the width of a token,
+    and `patch` the side of a square patch in pixels, which divides height and width. The module maps normalized images
+    (b, channels, h, w) to tokens (b, n, dim), one for each of the n = h / patch * w / patch patches, row by row.
 
     `shift` is "half-patch diagonal" (the paper), "1px cardinal" (one pixel along the axes) or "none". `norm=False` leaves out
     the LayerNorm before the projection. `pad` is the value, in normalized units, of the pixels that a shift uncovers. The
@@ -78,7 +85,8 @@ class ShiftedPatchEmbed(nn.Module):
              shift and their slices are empty; values are ordered channel first, (c p p), theirs channel last (the same function
              with permuted columns of the projection). An odd patch shifts by floor(p / 2), as theirs. From vit-pytorch, whose
              `SPT` shifts by one pixel along the axes: `shift="1px cardinal"` is that variant.
-    Raises   ValueError for patch 1 with a half-patch shift, and for an unknown `shift`.
+    Raises   ValueError for patch 1 with a half-patch shift, an unknown `shift`, patches that do not tile the image, and images
+             that are not normalized floats (b, channels, h, w).
     """
 
     def __init__(
@@ -87,7 +95,7 @@ class ShiftedPatchEmbed(nn.Module):
     ):  # fmt: skip
         super().__init__()
         check_side(patch)
-        self.patch, self.pad = patch, pad
+        self.channels, self.patch, self.pad = channels, patch, pad
         self.offsets = shift_offsets(shift, patch)
         self.grid(image)
         values = (1 + len(self.offsets)) * channels * patch**2
@@ -111,6 +119,7 @@ class ShiftedPatchEmbed(nn.Module):
         return torch.cat([x] + [padded[..., s - dy : s - dy + h, s - dx : s - dx + w] for dy, dx in self.offsets], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_images(x, self.channels, self.proj.weight.dtype)
         self.grid(x.shape[-2:])
         patches = rearrange(self.shifted(x), "b c (r p) (s q) -> b (r s) (c p q)", p=self.patch, q=self.patch)
         return self.proj(self.norm(patches))
@@ -136,13 +145,14 @@ class Resized(nn.Module):
             raise ValueError(f"interpolation is {interpolation!r}; expected 'bicubic' or 'bilinear'")
         if size < 1:
             raise ValueError(f"size is {size}; expected a side in pixels, at least 1")
-        self.size, self.interpolation = size, interpolation
+        self.channels, self.size, self.interpolation = channels, size, interpolation
         self.tokenizer = tokenizer((size, size), channels, dim)
 
     def grid(self, image: Image) -> tuple[int, int]:
         return self.tokenizer.grid((self.size, self.size))
 
     def forward(self, x: Tensor) -> Tensor:
+        check_images(x, self.channels, x.dtype)
         if x.shape[-2:] != (self.size, self.size):
             single = x.to(torch.promote_types(x.dtype, torch.float32))  # not every device interpolates in half precision
             x = F.interpolate(single, (self.size, self.size), mode=self.interpolation, antialias=True).to(x.dtype)
@@ -168,6 +178,7 @@ class ConvStem(nn.Module):
         super().__init__()
         if layers < 1:
             raise ValueError(f"layers is {layers}; expected at least 1")
+        self.channels = channels
         widths = [channels] + [max(8, dim >> (layers - 1 - i)) for i in range(layers)]
         self.layers = nn.Sequential()
         for inputs, outputs in zip(widths[:-1], widths[1:]):
@@ -187,6 +198,7 @@ class ConvStem(nn.Module):
         return -(-image[0] // cell), -(-image[1] // cell)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_images(x, self.channels, self.proj.weight.dtype)
         return rearrange(self.proj(self.layers(x)), "b d r c -> b (r c) d")
 
 
@@ -208,7 +220,7 @@ class ConvTokenizer(nn.Module):
         super().__init__()
         if kernel < 1 or layers < 1:
             raise ValueError(f"kernel {kernel}, layers {layers}: expected both to be at least 1")
-        self.stride = max(1, kernel // 2 - 1)
+        self.channels, self.stride = channels, max(1, kernel // 2 - 1)
         self.kernel, self.padding = kernel, max(1, kernel // 2)
         widths = [channels] + [hidden] * (layers - 1) + [dim]
         self.convs = nn.ModuleList(
@@ -234,10 +246,25 @@ class ConvTokenizer(nn.Module):
         return rows, columns
 
     def forward(self, x: Tensor) -> Tensor:
+        check_images(x, self.channels, self.convs[0].weight.dtype)
         self.grid(x.shape[-2:])
         for conv in self.convs:
             x = F.relu(self.pool(conv(x)))  # as max-pooling of the ReLU, which has more values to compute
         return rearrange(x, "b d r c -> b (r c) d")
+
+
+def check_images(x: Tensor, channels: int, dtype: torch.dtype):
+    """Raise ValueError unless `x` holds images (batch, channels, height, width) in floats that fit weights of data type
+    `dtype`: both in float64 or neither, because autocast changes between all others.
+    """
+    fits = x.is_floating_point() and (x.dtype == torch.float64) == (dtype == torch.float64)
+    if x.ndim != 4 or x.shape[1] != channels or not fits:
+        wanted = dtype if dtype.is_floating_point else torch.float32
+        got, expected = (str(each).removeprefix("torch.") for each in (x.dtype, wanted))
+        raise ValueError(
+            f"got {got} images of shape {tuple(x.shape)}; expected normalized {expected} pixels of shape (b, {channels}, h, w)"
+            f": use .to({wanted}) for the data type, and .permute(0, 3, 1, 2) if the channels are last"
+        )
 
 
 def check_pair(image: Any) -> Image:

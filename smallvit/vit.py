@@ -139,10 +139,10 @@ class ViT(nn.Module):
     linearly from 0 over the blocks as in timm, or a list with one rate per block. `norm_after_pool` applies the last LayerNorm
     to the feature, as timm's `fc_norm`. The head is a linear map unless the pool makes its own; with `classes=0` there is none.
 
-    Raises   ValueError for an image that the patches do not tile, heads that do not divide the width, images with another
-             number of channels, `norm_after_pool` with a pool that makes its own head, a list of rates in `drop_path` with
-             another length than `depth`, a `dropout` outside [0, 1), a mask for a model with a reduction, or a slot that cannot
-             be called.
+    Raises   ValueError for an image that the patches do not tile, heads that do not divide the width, images of integers or
+             with another number of channels, `norm_after_pool` with a pool that makes its own head, a list of rates in
+             `drop_path` with another length than `depth`, a `dropout` outside [0, 1), a mask for a model with a reduction, or a
+             slot that cannot be called.
     """
 
     blocks: Any  # `Blocks`, a list of what the block slot makes
@@ -266,8 +266,10 @@ class ViT(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, keep: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Like `tokens`, but without the last norm."""
-        if x.ndim != 4 or x.shape[1] != self.channels:
-            raise ValueError(f"got images of shape {tuple(x.shape)}; this model needs b {self.channels} h w")
+        if x.ndim != 4 or x.shape[1] != self.channels or not x.is_floating_point():
+            raise ValueError(
+                f"got {x.dtype} images of shape {tuple(x.shape)}; this model needs b {self.channels} h w, normalized floats"
+            )
         if mask is not None and any(getattr(block, "reduction", None) is not None for block in self.blocks):
             raise ValueError("got a mask for a model that reduces tokens, which a mask cannot follow; expected mask=None")
         grid = self.tokenizer.grid(x.shape[-2:])

@@ -529,6 +529,7 @@ def test_model_without_maps_is_refused_by_name_and_hooks_removed(build, message)
     [
         (lambda model, x: attention_maps(model, x[:0]), "no images to look at"),
         (lambda model, x: rollout(model, x[:0]), "no images to look at"),
+        (lambda model, x: attention_maps(model, x.to(torch.uint8)), "got pixels of type torch.uint8; expected normalized floats"),
         (lambda model, x: rollout(model, [x]), "got list; expected a tensor of normalized pixels, b c h w"),
         (lambda model, x: rollout(model, x, heads="sum"), "got heads='sum', residual=0.5; expected one of mean, max, min"),
         (lambda model, x: rollout(model, x, residual=1.5), "residual=1.5; expected .* a share from 0 to 1"),
@@ -537,7 +538,7 @@ def test_model_without_maps_is_refused_by_name_and_hooks_removed(build, message)
         (lambda model, x: patch_attention(model, x, query=(4, 0)), r"query is \(4, 0\); expected row and column .* 4 and 6"),
         (lambda model, x: rollout(model, x, query=(0, -1)), r"query is \(0, -1\)"),
     ],
-    ids=["maps of none", "rollout of none", "list", "heads", "residual", "block", "block before", "row", "column"],
+    ids=["maps of none", "rollout of none", "bytes", "list", "heads", "residual", "block", "block before", "row", "column"],
 )
 def test_wrong_arguments_are_refused(ask, message):
     with pytest.raises(ValueError, match=message):

@@ -461,6 +461,7 @@ def batch_of_zeros(*shape, **options):
     [
         (lambda: MAE(SmallCNN((28, 28), 1, 5)), "MAE hides patches from a ViT; got a SmallCNN"),
         (lambda: batch_of_zeros(2, 3, 28, 28), r"got images of shape .* needs b 1 h w"),
+        (lambda: MAE(TINY(), **SMALL).hide(torch.zeros(2, 1, 28, 28).byte()), r"torch.uint8; .* b 1 h w, normalized floats"),
         (lambda: batch_of_zeros(1, 28, 28), r"got images of shape .* needs b 1 h w"),
         (lambda: batch_of_zeros(2, 1, 32, 32), "patches of 7 pixels do not tile an image of 32 x 32"),
         (

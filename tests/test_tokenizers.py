@@ -1,6 +1,7 @@
 """Tokenizers: the contract of all, the equations entry by entry, initial weights and error messages."""
 
 import inspect
+import re
 from functools import partial
 from itertools import product
 from math import ceil
@@ -348,6 +349,16 @@ SPT, resized = partial(ShiftedPatchEmbed, patch=4), partial(Resized, (8, 12), 3,
 def test_bad_input_is_refused(wrong, key_words):
     with pytest.raises(ValueError, match=key_words):
         wrong()
+
+
+@pytest.mark.parametrize("make", [*EVERY, partial(Resized, tokenizer=EVERY[0], size=8)], ids=option_id)
+def test_images_of_another_shape_or_data_type_are_explained(make):
+    tokenizer, x = make((8, 8), 3, D), torch.randn(2, 3, 8, 8)
+    for wrong in (x.to(torch.uint8).permute(0, 2, 3, 1), x.to(torch.uint8), x.double(), x[:, :1], x[0], x.permute(0, 2, 3, 1)):
+        got = f"got {str(wrong.dtype)[6:]} images of shape {tuple(wrong.shape)}; "
+        with pytest.raises(ValueError, match=re.escape(f"{got}expected normalized float32 pixels of shape (b, 3, h, w): ")):
+            tokenizer(wrong)
+    assert tokenizer.double()(x.double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("shift", ["1px cardinal", "none"])

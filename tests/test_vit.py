@@ -623,6 +623,7 @@ def test_fixed_tables_of_a_foreign_module_are_computed_again(whole):
     ("wrong", "key_words"),
     [
         (lambda: small_vit()(torch.randn(2, 3, 8, 8)), r"shape \(2, 3, 8, 8\); .* needs b 1 h w"),
+        (lambda: small_vit()(torch.zeros(1, 1, 8, 8, dtype=torch.uint8)), r"got torch.uint8 images .* normalized floats"),
         (lambda: small_vit()(torch.randn(1, 8, 8)), r"shape \(1, 8, 8\); .* needs b 1 h w"),
         (lambda: small_vit()(torch.randn(1, 1, 8, 10)), "patches of 4 pixels do not tile .* 8 x 10; .* 8 x 8 or 8 x 12"),
         (lambda: small_vit(tokenizer=partial(PatchEmbed, patch=3)), "patches of 3 pixels do not tile an image of 8 x 8"),

@@ -66,13 +66,18 @@ def trace(model: nn.Module, images: Tensor) -> Trace:
 
 
 def require_tensor(images: Any):
-    """Raise ValueError unless `images` is a tensor with at least one image."""
+    """Raise ValueError unless `images` is a tensor of floats with at least one image."""
     import torch
 
     if not isinstance(images, torch.Tensor):
         raise ValueError(
             f"got {type(images).__name__}; expected a tensor of normalized pixels, b c h w. For Images it is "
             "images.spec.normalize(images.pixels())"
+        )
+    if not images.is_floating_point():
+        raise ValueError(
+            f"got pixels of type {images.dtype}; expected normalized floats, b c h w: divide bytes by 255 and normalize them "
+            "as in training"
         )
     if not len(images):
         raise ValueError("there are no images to look at; expected at least one, b c h w")

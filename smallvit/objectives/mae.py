@@ -139,9 +139,15 @@ class MAE(Objective):
         """Return the number of (rows, columns) of patches in images. Raise ValueError if the patches of these images have
         another size than the patches that the decoder predicts.
         """
-        if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] != self.model.channels:
-            found = f"images of shape {tuple(images.shape)}" if isinstance(images, Tensor) else f"no tensor but {images!r:.40}"
-            raise ValueError(f"got {found}; the model needs b {self.model.channels} h w, normalized pixels")
+        if not isinstance(images, Tensor):
+            raise ValueError(
+                f"got no tensor but {images!r:.40}; the model needs b {self.model.channels} h w, normalized floats"
+            )
+        if images.ndim != 4 or images.shape[1] != self.model.channels or not images.is_floating_point():
+            raise ValueError(
+                f"got images of shape {tuple(images.shape)} and {images.dtype}; the model needs b {self.model.channels} h w, "
+                "normalized floats"
+            )
         h, w = images.shape[2:]
         grid, patch = grid_and_patch(self.model, (h, w))
         if patch != self.patch:
