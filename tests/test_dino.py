@@ -389,7 +389,8 @@ RANGES = ("freeze", "momentum", "warmup", "clip", "center_momentum", "student_te
         ({"neighbours": 9, "bank": 8}, "neighbours is 9"),
         ({"share": 1.5}, "share is 1.5"),
         ({"layers": 2}, "layers is 2; expected 3, or 1"),
-        ({"vit": lambda: nn.Linear(2, 2)}, "Linear has no features"),
+        ({"vit": lambda: nn.Linear(2, 2)}, r"Linear has no features.* give it a method features\(x\) .* attribute head, an nn.Linear"),
+        ({"vit": lambda: tiny_vit(classes=0)}, "this ViT was built with 0 classes, so it has no head; build it with at least 1"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

@@ -20,7 +20,7 @@ from smallvit.augment import Batch
 from smallvit.components import function
 from smallvit.evaluate import METRICS, accuracy, augmented_accuracy, calibration, knn
 from smallvit.flops import closed_form, seen_tokens, unreduced
-from smallvit.objectives import DINO, MAE, SSAT, Distill, LearnThresholds, LearnToPrune, Objective, Supervised
+from smallvit.objectives import DINO, MAE, SSAT, Distill, DrLoc, LearnThresholds, LearnToPrune, Objective, Supervised
 from smallvit.optim import decay_groups
 from smallvit.pooling import MeanTokens
 from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
@@ -85,6 +85,21 @@ def test_defaults_of_the_base_class_do_nothing(batch):
     assert Objective(model).trained_model is model
     with pytest.raises(NotImplementedError, match="Bare has no forward"):
         objective(batch, 0.0)
+
+
+@pytest.mark.parametrize("objective", [Supervised, MAE, SSAT, DrLoc])
+def test_batch_that_is_a_tuple_or_a_tensor_is_explained(objective, batch):
+    made = objective(TINY())
+    for wrong, kind in ((tuple(batch[:2]), "tuple"), (batch.images, "Tensor")):
+        for call in (lambda given: made(given, 0.0), made.prepare):
+            with pytest.raises(ValueError, match=rf"{objective.__name__} got {kind}; expected Batch\(images, targets\)"):
+                call(wrong)
+
+
+@pytest.mark.parametrize("objective", [Supervised, DINO])
+def test_class_in_the_place_of_a_model_is_explained(objective):
+    with pytest.raises(ValueError, match=f"the model of {objective.__name__} is the class SmallCNN; expected a finished nn.Module"):
+        objective(SmallCNN)
 
 
 def test_objectives_that_change_more_than_parameters_in_a_step_are_not_stackable():

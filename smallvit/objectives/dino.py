@@ -280,12 +280,18 @@ def features_before_and_after_projection(model: Any, x: Tensor) -> tuple[Tensor,
 
 def feature_width(model: nn.Module) -> int:
     """Return the number of features that enter the head of a model. Raise ValueError if the model has no method `features` or
-    if its head is not a single linear layer.
+    if its head is not a single linear layer, as in a `ViT` with 0 classes.
     """
     head = getattr(model, "head", None)
+    if isinstance(model, ViT) and isinstance(head, nn.Identity):
+        raise ValueError(
+            "this ViT was built with 0 classes, so it has no head; build it with at least 1 class (in timm num_classes=1), "
+            "although the head is not trained"
+        )
     if not isinstance(head, nn.Linear) or not hasattr(model, "features"):
         raise ValueError(
-            f"{type(model).__name__} has no features(x) followed by one linear head; use a SmallCNN, or a ViT with at least "
-            "one class and any pool but DistilledTokens (from_timm makes a ViT of a timm model)"
+            f"{type(model).__name__} has no features(x) followed by one linear head; give it a method features(x) that "
+            "returns (batch, width), and an attribute head, an nn.Linear; or use a SmallCNN, or a ViT with any pool but "
+            "DistilledTokens (from_timm makes a ViT of a timm model)"
         )
     return head.in_features

@@ -118,6 +118,7 @@ class Distill(Objective):
 
         Runs that are trained together as one model then each use their own teacher.
         """
+        batch = super().prepare(batch)
         return batch._replace(teacher_logits=(self.teacher_logits(batch),)) if self.weight else batch
 
     @torch.no_grad()

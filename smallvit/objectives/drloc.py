@@ -59,6 +59,7 @@ class DrLoc(Supervised):
         """Return a copy of the batch that also holds the pairs of patches whose distances are predicted. The training loop
         calls this method before each step, for each run of a stack separately.
         """
+        batch = super().prepare(batch)
         return batch._replace(draws=(self.draw_pairs(batch.images),)) if self.weight else batch
 
     def draw_pairs(self, images: Tensor) -> Tensor:

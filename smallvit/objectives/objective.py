@@ -64,6 +64,7 @@ class Objective(nn.Module):
     model: Any  # an nn.Module; methods such as features(x) depend on the model
 
     def __init__(self, model: nn.Module):
+        check_model(type(self).__name__, model)
         super().__init__()
         self.model = model
 
@@ -92,7 +93,10 @@ class Objective(nn.Module):
         loop calls this method before each step. By default the batch is returned unchanged.
 
         The additional values get no gradient.
+
+        Raises   ValueError if `batch` is not a `Batch`.
         """
+        check_batch(type(self).__name__, batch)
         return batch
 
     def before_step(self, progress: float):
@@ -121,8 +125,10 @@ class Objective(nn.Module):
 
     def __call__(self, batch: Batch, progress: float) -> Any:
         """Set the progress of the modules that change during the run, and return the result of `forward`: a dict with the loss
-        of the batch under the key "loss". `progress` is the finished fraction of the training run, from 0 to 1.
+        of the batch under the key "loss". `progress` is the finished fraction of the training run, from 0 to 1. Raise
+        ValueError if `batch` is not a `Batch`.
         """
+        check_batch(type(self).__name__, batch)
         self.set_progress(progress)
         return super().__call__(batch, progress)
 
@@ -172,6 +178,22 @@ class Objective(nn.Module):
             raise ValueError(
                 f"{function(of_head).__name__} needs a trained head and {name} trains none; use evaluators=(knn, linear_probe)"
             )
+
+
+def check_model(name: str, model: Any):
+    """Raise ValueError unless the model of the objective with this `name` is a module, and not a class that makes one."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ValueError(f"the model of {name} is {given}; expected a finished nn.Module, such as ViT((28, 28), 1, 10)")
+
+
+def check_batch(name: str, batch: Any):
+    """Raise ValueError unless the objective with this `name` got a `Batch`."""
+    if not isinstance(batch, Batch):
+        raise ValueError(
+            f"{name} got {type(batch).__name__}; expected Batch(images, targets) from smallvit.augment, with a row of class "
+            "probabilities for each image"
+        )
 
 
 def check_option_range(**options: tuple[float, float, float]):

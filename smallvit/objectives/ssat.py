@@ -64,6 +64,7 @@ class SSAT(Supervised):
         """Return a copy of the batch that also holds the numbers of the visible and of the hidden patches of each image. The
         training loop calls this method before each step, for each run of a stack separately.
         """
+        batch = super().prepare(batch)
         return batch if self.weight == 1 else batch._replace(draws=self.mae.hide(batch.images))
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from smallvit.optim import ema_update, module_pairs, tensors_in
 
-from .objective import Objective
+from .objective import Objective, check_model
 
 
 class TeacherObjective(Objective):
@@ -21,6 +21,7 @@ class TeacherObjective(Objective):
     needs_labels = False
 
     def __init__(self, model: nn.Module):
+        check_model(type(self).__name__, model)
         super().__init__(copy.deepcopy(model).requires_grad_(False))
         self.student: Any = model
         self.pairs: list[tuple[nn.Module, nn.Module]] = []  # of the teacher and the student
