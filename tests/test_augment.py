@@ -333,6 +333,8 @@ PAIR = Batch(IMAGES, ONE_HOT)
     [
         (lambda: Warp(rotate=9)(IMAGES, seeded()), "Warp got Tensor; expected Batch\\(images, targets\\)"),
         (lambda: augment.apply([Warp(rotate=9)], IMAGES, seeded()), "apply got Tensor; expected Batch"),
+        (lambda: augment.apply([Warp(rotate=9)], Batch(IMAGES.numpy(), ONE_HOT), seeded()), "got numpy.ndarray; expected a torch.Tensor"),
+        (lambda: Warp(rotate=9)(Batch(IMAGES, ONE_HOT.numpy()), seeded()), "got numpy.ndarray; expected a torch.Tensor"),
         (lambda: augment.apply(Warp(rotate=9), PAIR, seeded()), r"transforms is Warp\(.*; expected several, such as \(Warp\(\),\)"),
         (lambda: Warp(rotate=9)(PAIR), r"Warp got the random number generators \[\]; expected torch.Generator\(\)"),
         (lambda: augment.apply([Warp(rotate=9)], PAIR, 0), r"apply got the random number generators \[0\]"),

@@ -9,10 +9,12 @@ from torch import Generator, Tensor
 
 class Batch(NamedTuple):
     """A batch of training images (batch, channels, height, width) with the target probabilities of each image (batch, classes).
-    The batch may also hold augmented views of the images, the logits of teacher models, and random numbers of the objective.
+    Transforms take images before they are normalized, objectives take images and views after that. The batch may also hold
+    augmented views of the images, the logits of teacher models, and random numbers of the objective.
 
-    images           float32 pixels in [0, 1], where 0 is black; they are normalized after all transforms
-    targets          one row for each image; each row sums to 1
+    images           float32. For transforms: pixels in [0, 1], where 0 is black, such as bytes / 255. For objectives: the same
+                     pixels after normalization, (pixels - mean) / std. Neither checks this
+    targets          one row for each image; each row sums to 1, or is all 0 for an image without a label
     views            for self-supervised learning: one tensor for each size of view, `(views b) c h w`, all images' first views
                      first, then all images' second views, and so on
     teacher_logits   logits of teacher models, `b k` each; empty without a teacher
@@ -89,8 +91,14 @@ def check_batch(name: str, batch: Any, generators: Sequence[Any]):
     if not isinstance(batch, Batch):
         raise ValueError(f"{name} got {type(batch).__name__}; expected Batch(images, targets), a row of targets for each image")
     images, targets = batch.images, batch.targets
+    if not (isinstance(images, Tensor) and isinstance(targets, Tensor)):
+        given = type(targets if isinstance(images, Tensor) else images)
+        raise ValueError(
+            f"{name} got {given.__module__}.{given.__name__}; expected a torch.Tensor for images and for targets: "
+            "torch.from_numpy(array) makes one"
+        )
     if images.dtype != torch.float32:
-        raise ValueError(f"{name} got {images.dtype} images; expected float32 images b c h w, usually in [0, 1]")
+        raise ValueError(f"{name} got {images.dtype} images; expected float32 images b c h w in [0, 1]: bytes.float() / 255")
     if images.ndim != 4 or targets.ndim != 2 or len(images) != len(targets) or not targets.is_floating_point():
         got = f"images {tuple(images.shape)} and {targets.dtype} targets {tuple(targets.shape)}"
         raise ValueError(f"{name} got {got}; expected float32 images b c h w and float targets b k, such as one-hot labels")
@@ -105,7 +113,7 @@ def concatenate(draws: Sequence[Random]) -> Random:
 
 def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator | Sequence[Generator]) -> Batch:
     """Apply all transforms to a batch, one after the other, and return the new batch. `generator` is the random number
-    generator.
+    generator. The images are pixels in [0, 1] that are not normalized yet; this range is not checked, because it takes time.
 
     `generator` may also be a list of generators. Then the batch consists of as many parts of equal size, and each part changes
     as it does alone with its own generator. All parts are changed at once, which is faster.
