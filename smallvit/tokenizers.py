@@ -246,7 +246,8 @@ class ConvTokenizer(nn.Module):
         return rows, columns
 
     def forward(self, x: Tensor) -> Tensor:
-        check_images(x, self.channels, self.convs[0].weight.dtype)
+        first: Any = self.convs[0]
+        check_images(x, self.channels, first.weight.dtype)
         self.grid(x.shape[-2:])
         for conv in self.convs:
             x = F.relu(self.pool(conv(x)))  # as max-pooling of the ReLU, which has more values to compute

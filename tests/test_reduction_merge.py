@@ -141,6 +141,12 @@ def test_bad_input_is_refused(options, key_words):
         tiny(reduction=partial(Merge, **options))
 
 
+def test_result_of_a_function_in_its_place_is_explained():
+    x = torch.randn(2, 17, 8)
+    with pytest.raises(ValueError, match=r"Merge got a Tensor as key; pass the function out.key of .*, not its result"):
+        Merge(LayerContext(patches=16), r=2)(x, None, x)
+
+
 @pytest.mark.parametrize(("r", "merges"), [(0.29, 29), (0.35, 35), (0.5, 50), (0.299, 29)])
 def test_fraction_of_the_patches_is_not_cut_by_rounding(r, merges):
     assert Merge(LayerContext(patches=100), r=r).count(101) == merges

@@ -206,6 +206,12 @@ def test_bad_input_is_refused(options, key_words):
         tiny(reduction=partial(Prune, **options))
 
 
+def test_result_of_a_function_in_its_place_is_explained():
+    x = torch.randn(2, 17, 8)
+    with pytest.raises(ValueError, match=r"Prune got a Tensor as saliency; pass the function out.saliency of .*, not its result"):
+        Prune(LayerContext(0, 1, 8, 1, True, 16), layers=(0,))(x, None, saliency=x[..., 0])
+
+
 def test_image_without_patches_has_nothing_to_prune():
     prune = Prune(LayerContext(0, 1, prefix=1), keep=0.5, layers=(0,))
     x = torch.randn(2, 1, 8)

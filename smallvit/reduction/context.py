@@ -15,7 +15,8 @@ class LayerContext(NamedTuple):
     holds the index of the block, the number of blocks, the width of the tokens, and the number of tokens.
 
     The block has the index `layer`, from 0, in a model of `depth` blocks. Tokens are `dim` wide. The first `prefix` tokens are
-    prefix tokens; the very first is a class token if `class_token`. Without reduction there are `patches` patches.
+    prefix tokens; the very first is a class token if `class_token`. Without reduction there are `patches` patches. In code of
+    your own, set all of them: `LayerContext(layer=0, depth=12, dim=192, prefix=1, class_token=True, patches=196)`.
     """
 
     layer: int = 0
@@ -39,6 +40,15 @@ def check_context(context: LayerContext, class_token: bool = False):
         raise ValueError(f"{context} has layer {context.layer} of {context.depth} blocks; set depth, the number of blocks")
     if class_token and context.class_token and context.prefix < 1:
         raise ValueError(f"{context} has a class token and no prefix tokens; expected prefix=1, or class_token=False")
+
+
+def check_function(reduction: str, name: str, given: Any):
+    """Raise ValueError unless `given`, the argument `name` of a reduction module, is a function, as the attention gives it."""
+    if not callable(given):
+        raise ValueError(
+            f"{reduction} got a {type(given).__name__} as {name}; pass the function out.{name} of the attention's output, not "
+            "its result"
+        )
 
 
 def runs_before_attention(reduction: nn.Module | None) -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, check_context, exact_keys, unit_sizes
+from .context import LayerContext, check_context, check_function, exact_keys, unit_sizes
 
 
 class Merge(nn.Module):
@@ -21,8 +21,12 @@ class Merge(nn.Module):
     rounding; 0 gives each block the same number. A block can merge at most half of its patches; as in the paper, a larger `r`
     is cut to that.
 
-    Call it between the attention and the MLP as `merge(x, size, key)`. `key` is a function without arguments that returns the
-    keys (b, n, e), such as `AttentionOutput.key`. It returns the new tokens and their sizes.
+    `context` is a `LayerContext`. Merge reads its `layer`, `depth` and `prefix`.
+
+    Call it between the attention and the MLP as `merge(x, size, key)`. `x` are tokens (b, n, d), prefix tokens first. `size`
+    (b, n) holds the number of patches in each token; None means 1. `key` is a function without arguments that returns the keys
+    (b, n, e): pass `out.key` of the `AttentionOutput` `out`, not `out.key()`. It returns the new tokens (b, n - r, d) and their
+    sizes (b, n - r), which the next attention needs.
 
     Paper    Bolya et al. 2022, arXiv:2210.09461, bipartite soft matching. Patches at even indices of the sequence are sources,
              at odd indices destinations. Each source is matched to the destination with the most similar key (mean over heads,
@@ -35,7 +39,7 @@ class Merge(nn.Module):
              Proportional attention is part of the attention (`size`). Mean pooling weights by size; the authors' code does so
              for MAE models only.
     Raises   ValueError for a negative `r`, a fraction over 0.5, a tuple whose length is not the depth, `inflect` outside [-1,
-             1], or `inflect` with an `r` that is no whole number.
+             1], `inflect` with an `r` that is no whole number, or a `key` that is no function.
     """
 
     needs_keys_alone = merges_best_pairs = True
@@ -73,6 +77,7 @@ class Merge(nn.Module):
             return x, size
         if key is None:
             raise ValueError("Merge needs the keys of the attention, which gives none; return AttentionOutput(x, key=...)")
+        check_function("Merge", "key", key)
         first_source, first_target = p + p % 2, p + 1 - p % 2
         with exact_keys(key().detach()) as k:
             k = F.normalize(k, dim=-1)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import LayerContext, check_context, check_fraction, gather_tokens, pruning_layers, unit_sizes
+from .context import LayerContext, check_context, check_fraction, check_function, gather_tokens, pruning_layers, unit_sizes
 
 
 class Prune(nn.Module):
@@ -18,8 +18,12 @@ class Prune(nn.Module):
     run goes from the first to the second value of `shrink`, the share kept in training falls from 1 to `keep` along a cosine;
     the authors do so during a third of their epochs.
 
-    Call it between the attention and the MLP as `prune(x, size, key, saliency)`. `saliency(queries)` is a function that returns
-    how much attention each token receives (b, n), such as `AttentionOutput.saliency`; `key` is not used.
+    `context` is a `LayerContext`. Prune reads its `layer`, `depth`, `prefix` and `class_token`.
+
+    Call it between the attention and the MLP as `prune(x, size, saliency=out.saliency)`, where `out` is the `AttentionOutput`.
+    `x` are tokens (b, n, d), prefix tokens first. `size` (b, n) holds the number of patches in each token; None means 1.
+    `saliency` is a function: `saliency(queries)` returns how much attention each token receives (b, n). `key` is not used. It
+    returns the new tokens (b, m, d), and their sizes (b, m) or None.
 
     Paper    Liang et al. 2022 (EViT), arXiv:2202.07800, in blocks 3, 6 and 9 of 12. The score of a patch is the attention that
              it gets from the class token, the mean over heads. Of n patches, ceil(keep n) stay, best first. The last token is
@@ -31,7 +35,8 @@ class Prune(nn.Module):
              tokens are protected; the authors' code may drop the distillation token. Without a class token, the score is the
              mean over all queries. As published, every token has size 1, also the fused one. `fuse="mean"` is an addition: the
              fused token is the weighted mean of the others and has the sum of their sizes.
-    Raises   ValueError for a `keep` outside (0, 1], a block that does not exist, an unknown `fuse`, or a `shrink` out of order.
+    Raises   ValueError for a `keep` outside (0, 1], a block that does not exist, an unknown `fuse`, a `shrink` out of order,
+             or a `saliency` that is no function.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Prune(nn.Module):
             return x, size
         if saliency is None:
             raise ValueError("Prune needs the saliency of the attention; return AttentionOutput(x, saliency=...)")
+        check_function("Prune", "saliency", saliency)
         score = saliency(self.queries)[:, p:]
         order = p + score.argsort(dim=-1, descending=True, stable=True)
         stay, dropped = order[:, :kept], order[:, kept:]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, exact_keys, expand_index, gather_tokens, unit_sizes
+from .context import LayerContext, check_function, exact_keys, expand_index, gather_tokens, unit_sizes
 
 
 class LearnedThresholds(nn.Module):
@@ -83,6 +83,8 @@ class LearnedThresholds(nn.Module):
     def forward(self, x: Tensor, size: Tensor | None, key: Any = None, saliency: Any = None) -> tuple[Tensor, Tensor | None]:
         if key is None or saliency is None:
             raise ValueError("LearnedThresholds needs keys and saliency; return AttentionOutput(x, key=..., saliency=...)")
+        check_function("LearnedThresholds", "key", key)
+        check_function("LearnedThresholds", "saliency", saliency)
         new_size = unit_sizes(x) if size is None else size
         is_patch = torch.arange(x.shape[1], device=x.device) >= self.prefix
         with torch.no_grad():  # the thresholds learn from their decisions, not from the importance
