@@ -228,7 +228,8 @@ def component(name: str) -> Any:
     if not (package == "smallvit" and file in MODULES) and not (package == "recipes" and module in sys.modules):
         raise ValueError(
             f"{name!r} is not in a component module of smallvit nor in a loaded recipe; expected"
-            f" smallvit.<{'|'.join(MODULES)}>.Name, or recipes.<file>.Name after load_recipe(path)"
+            f" smallvit.<{'|'.join(MODULES)}>.Name, or recipes.<file>.Name after load_recipe(path): call code of another"
+            " library in a function of a recipe file, for a model def my_model(image, channels, classes)"
         )
     found = vars(importlib.import_module(module)).get(attribute)
     home = getattr(found, "__module__", None) or ""
@@ -256,6 +257,11 @@ def check(component: Any, name: str):
         return
     called = function(component)
     full_name(called)
+    if name == "model" and not takes_three(called):
+        raise ValueError(
+            f"{called.__name__} cannot be called as a model, with (image, channels, classes) by position; write in the recipe"
+            " file a function def my_model(image, channels, classes) that returns the model"
+        )
     loads_data = name.rpartition(".")[2] == "data"
     accepted = arguments if loads_data else options  # a loader is called without arguments: all of them are options
     if isinstance(component, partial):
@@ -329,6 +335,16 @@ def own_arguments(component: Callable) -> dict[str, inspect.Parameter]:
     """
     parameters = inspect.signature(component).parameters
     return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+@functools.cache
+def takes_three(component: Callable) -> bool:
+    """Return whether a class or function can be called with at least three arguments by position."""
+    try:
+        inspect.signature(component).bind_partial(None, None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def options(component: Callable) -> dict[str, inspect.Parameter]:

@@ -44,7 +44,8 @@ def tokens_per_layer(model: ViT, image: tuple[int, int] | None = None) -> list[t
     """Return a list with two numbers for each block: the number of tokens in its attention and in its MLP. Return None if these
     numbers depend on the content of the image. `image` is the image size (height, width) in pixels.
 
-    Prefix tokens (class token and registers) are included. By default `image` is the size for which the model was built.
+    Prefix tokens (class token and registers) are included. By default `image` is the size for which the model was built. Raise
+    ValueError for a model that is no `ViT`.
     """
     n, counts = input_tokens(model, image), []
     for block in model.blocks:
@@ -62,8 +63,15 @@ def input_tokens(model: ViT, image: Sequence[int] | None = None) -> int:
     """Return the number of tokens that enter the first block, including prefix tokens (class token and registers). `image` is
     the image size (height, width) in pixels. By default it is the size for which the model was built.
     """
+    check_vit(model)
     height, width = image or model.image
     return model.layer_contexts(1, (height, width))[0].tokens
+
+
+def check_vit(model: Any):
+    """Raise ValueError unless a model is a `ViT`."""
+    if not isinstance(model, ViT):
+        raise ValueError(f"got a {type(model).__name__}; expected a smallvit ViT: for a timm model use from_timm(model)")
 
 
 def describe_tokens(model: ViT) -> str:
@@ -95,8 +103,10 @@ def closed_form(
 
     If a reduction asks a fused kernel for its attention map, this second computation is not counted.
 
-    Raises   ValueError if the tokens depend on the image and are not given, or for attention without a projection `proj`.
+    Raises   ValueError if the tokens depend on the image and are not given, for attention without a projection `proj`, or for
+             a model that is no `ViT`.
     """
+    check_vit(model)
     height, width = image or model.image
     tokens = tokens or tokens_per_layer(model, (height, width))
     if tokens is None:
@@ -178,8 +188,9 @@ def seen_tokens(model: ViT, images: Tensor) -> Tensor:
     """Run a model on images, in evaluation mode, and return the number of tokens in each block, shape (images, blocks, 2). The
     last axis holds the number of tokens in the attention and in the MLP.
 
-    This also works if the number of tokens depends on the image.
+    This also works if the number of tokens depends on the image. Raise ValueError for a model that is no `ViT`.
     """
+    check_vit(model)
     counts: list[Tensor] = []
 
     def count(block, inputs, output):
@@ -291,7 +302,12 @@ def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]
 
     The model without reduction uses the faster of the two attention kernels. A speedup below 1 means that the reduction makes
     the model slower.
+
+    Raises   ValueError for a model that is no `ViT`, or in which no block has a reduction.
     """
+    check_vit(model)
+    if not reduces(model):
+        raise ValueError("speedup got a model without token reduction; expected one with it, such as apply(model, reduction)")
     baselines = [unreduced(model) for _ in range(2)]
     for baseline, fused in zip(baselines, (False, True)):
         for module in baseline.modules():
@@ -327,12 +343,17 @@ def match_budget(
     three decimals. With `of="macs"` the cost is the MACs of `closed_form`, the reduction itself included; with `of="tokens"`
     the number of tokens after the last block, which must not depend on the image.
 
-    Raises   ValueError if no value in this range comes within 0.05 of the share, for another `of`, and for a number of tokens
-             that depends on the image. The option must accept fractions, such as r=0.25 of `Merge`.
+    Raises   ValueError if no value in this range comes within 0.05 of the share, for another `of`, for a model that is already
+             built, and for a number of tokens that depends on the image. The option must accept fractions, such as r=0.25 of
+             `Merge`.
     """
     if of not in ("macs", "tokens"):
         raise ValueError(f"of is {of!r}; expected 'macs' or 'tokens'")
-
+    if isinstance(model, nn.Module) or not callable(model):
+        raise ValueError(
+            f"model is a finished {type(model).__name__}; expected a class or function that is called (image, channels, "
+            "classes), such as partial(ViT, dim=64)"
+        )
     built: ViT = without_memory(partial(model, image, channels, 10))
     contexts, embed = built.layer_contexts(len(built.blocks), image), embed_macs(built, image)
 

@@ -5,6 +5,7 @@ import inspect
 from functools import partial
 
 import pytest
+import timm
 import torch
 from torch import nn
 from toys import option_id, slow_after
@@ -13,6 +14,7 @@ from smallvit import flops
 from smallvit.attention import Attention, AttentionOutput, LocalityAttention
 from smallvit.flops import (
     block_macs,
+    check_vit,
     closed_form,
     counted,
     describe_tokens,
@@ -441,6 +443,20 @@ def test_matched_option_meets_the_share_of_the_last_tokens(reduction, option, be
 def test_impossible_budget_is_refused(options, key_words):
     with pytest.raises(ValueError, match=key_words):
         match_budget(partial(ViT, depth=4), Merge, "r", 0.3, (0.0, 0.1), **options)
+
+
+def test_budget_of_a_finished_model_is_refused():
+    with pytest.raises(ValueError, match="model is a finished ViT; expected a class or function"):
+        match_budget(small(), Merge, "r", 0.7, (0.0, 0.5))
+
+
+def test_model_that_is_no_vit_is_refused():
+    model, x = timm.create_model("vit_tiny_patch16_224", depth=1), torch.zeros(1, 3, 224, 224)
+    for call in (check_vit, tokens_per_layer, closed_form, describe_tokens, partial(speedup, images=x), partial(seen_tokens, images=x)):
+        with pytest.raises(ValueError, match=r"got a VisionTransformer; .* for a timm model use from_timm\(model\)"):
+            call(model)
+    with pytest.raises(ValueError, match="speedup got a model without token reduction"):
+        speedup(small(), torch.zeros(1, 1, 28, 28))
 
 
 def test_known_cost_of_the_tokenizer_is_not_counted_again(monkeypatch):

@@ -214,6 +214,8 @@ def local_class():
 LOCAL = ("lambda or a local function", "top level of the recipe")
 REFUSED = [
     # options of components, however deep
+    (lambda: Run(model=partial(nn.Transformer, d_model=8)), "'torch.nn.Transformer' is not in", "def my_model(image, channels, classes)"),
+    (lambda: Run(model=Attention), "Attention cannot be called as a model, with (image, channels, classes)", "def my_model("),
     (lambda: Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patc=2))), "PatchEmbed", "'patc'", "'patch'"),
     (lambda: Run(model=partial(ViT, attention=partial(Attention, qknorm=True))), "Attention", "'qk_norm'"),
     (lambda: Run(model=partial(ViT, block=partial(Block, drop_path=0.1))), "Block has no option 'drop_path'"),
