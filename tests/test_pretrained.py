@@ -692,6 +692,11 @@ MIXED = partial(TIMM, embed_layer=timm_tokenizer(PatchEmbed), **LSA)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: timm_attention(LocalityAttention(64, 4)), "timm_attention got a finished LocalityAttention; expected a class"),
+        (lambda: timm_tokenizer(LocalityAttention), "timm_tokenizer got LocalityAttention: .*; expected the class of a tokenizer"),
+        (lambda: timm_attention(ShiftedPatchEmbed), r"ShiftedPatchEmbed: is created with \(image, channels, dim\); .* an attention"),
+        (lambda: timm_attention(partial(LocalityAttention, mask_sel=False)), "unexpected keyword argument 'mask_sel'; expected"),
+        (lambda: timm_tokenizer(partial(ShiftedPatchEmbed, shft="none")), "unexpected keyword argument 'shft'; expected"),
         (lambda: TIMM(**IN_TIMM, scale_attn_norm=True), "timm asks Attention for scale_norm, which it does not have"),
         (lambda: TIMM(**IN_TIMM, proj_bias=False), "timm asks Attention for proj_bias=False"),
         (lambda: TIMM(**IN_TIMM, qk_norm=True, norm_layer=RmsNorm), "timm asks Attention for qk_norm"),

@@ -29,11 +29,13 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
     number of prefix tokens: `partial(Attention, position=partial(Rotary, grid=(14, 14), prefix=1))`. The model then takes
     images of this size only, and no `patch_drop_rate`. Images of another shape with as many patches are not noticed.
 
-    Raises   ValueError for a function such as `mimetic_start`; when timm builds the model, for options of timm that our
-             attention does not have: `scale_norm`, `proj_bias=False`, and `qk_norm` with a norm other than LayerNorm with
-             epsilon 1e-6, and for positions without a grid. The model raises it if it has positions inside attention and gets
-             another number of tokens.
+    Raises   ValueError for a function such as `mimetic_start`, a finished module, a class that is no attention, and an option
+             that the class does not have; when timm builds the model, for options of timm that our attention does not have:
+             `scale_norm`, `proj_bias=False`, and `qk_norm` with a norm other than LayerNorm with epsilon 1e-6, and for
+             positions without a grid. The model raises it if it has positions inside attention and gets another number of
+             tokens.
     """
+    check_unfinished("timm_attention", attention)
     slot, _ = split_partial(attention)
     if not isinstance(slot, type):
         raise ValueError(
@@ -41,6 +43,7 @@ def timm_attention(attention: Callable) -> type[nn.Module]:
             " Attention. For mimetic initialization, build the model with timm_attention(Attention), and then call"
             " smallvit.attention_starts.draw_mimetic(block.attn, (0.7, 0.7), (0.4, 0.4)) for each block"
         )
+    check_created_with("timm_attention", attention, ("dim", "heads"), "an attention, such as Attention")
     return made_once(attention_class, attention)
 
 
@@ -129,16 +132,14 @@ def timm_tokenizer(tokenizer: Callable) -> Callable[..., nn.Module]:
     tokenizer has a kernel of this shape, as `PatchEmbed` does. Otherwise the tokenizer keeps its initial values, and timm needs
     `pretrained_strict=False`.
 
-    Raises   ValueError, when timm builds the model, for options of timm that our tokenizers do not have: a norm after the
+    Raises   ValueError for a finished module, a class that is no tokenizer, and an option that the class does not have; when
+             timm builds the model, for options of timm that our tokenizers do not have: a norm after the
              embedding, no bias (`pre_norm`), padding (`dynamic_img_pad`) and patches that are not square. The model raises it
              for images of another size, unless it has `dynamic_img_size=True`. `set_input_size` of the model raises it for
              another patch size.
     """
-    if isinstance(tokenizer, nn.Module) or not callable(tokenizer):
-        raise ValueError(
-            f"timm_tokenizer got a finished {type(tokenizer).__name__}; expected a class, or functools.partial of a class with "
-            "its options"
-        )
+    check_unfinished("timm_tokenizer", tokenizer)
+    check_created_with("timm_tokenizer", tokenizer, ("image", "channels", "dim"), "a tokenizer, such as PatchEmbed")
     return made_once(tokenizer_class, tokenizer)
 
 
@@ -290,6 +291,35 @@ def split_partial(component: Callable) -> tuple[Any, dict[str, Any]]:
     options.
     """
     return (component.func, component.keywords) if isinstance(component, partial) else (component, {})
+
+
+def check_unfinished(wrapper: str, component: Any):
+    """Raise ValueError if the function `wrapper` got a module, and not a class or a function that makes one."""
+    if isinstance(component, nn.Module) or not callable(component):
+        raise ValueError(
+            f"{wrapper} got a finished {type(component).__name__}; expected a class, or functools.partial of a class with its "
+            "options"
+        )
+
+
+def check_created_with(wrapper: str, component: Callable, shapes: tuple[str, ...], kind: str):
+    """Raise ValueError unless the class of a component can be created with these `shapes` by position, and with the options of
+    its partial. `wrapper` is the function that got it, and `kind` says in the error message what it expects.
+    """
+    slot, options = split_partial(component)
+    parameters = inspect.signature(slot).parameters.values()
+    required = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    needed = [name for name in required if name not in options]
+    try:
+        inspect.signature(slot).bind_partial(*shapes, **options)
+        reason = f"is created with ({', '.join(needed)})" if len(needed) > len(shapes) else None
+    except TypeError as error:
+        reason = str(error)
+    if reason is not None:
+        raise ValueError(
+            f"{wrapper} got {slot.__name__}: {reason}; expected the class of {kind}, created with ({', '.join(shapes)}), and "
+            "in a partial only options that it has"
+        )
 
 
 def refuse_options(component: Callable, options: Mapping[str, object]):
