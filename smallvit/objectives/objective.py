@@ -188,8 +188,8 @@ def check_model(name: str, model: Any):
 
 
 def check_batch(name: str, batch: Any):
-    """Raise ValueError unless the objective with this `name` got a `Batch`."""
-    if not isinstance(batch, Batch):
+    """Raise ValueError unless the objective with this `name` got a `Batch`, or an object with its attributes."""
+    if not hasattr(batch, "images"):
         raise ValueError(
             f"{name} got {type(batch).__name__}; expected Batch(images, targets) from smallvit.augment, with a row of class "
             "probabilities for each image"
