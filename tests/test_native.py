@@ -1448,10 +1448,13 @@ def test_branches_that_all_images_skip_have_gradients_of_zero():
         assert torch.equal(found, torch.zeros_like(found)) and not found.signbit().any()
 
 
-def test_kernel_that_was_chosen_in_inference_mode_can_train():
+def test_kernel_that_was_chosen_and_used_in_inference_mode_can_train():
+    native.autograd.POOL.free.clear()
     blocks, x = make_blocks(), torch.randn(2, 5, 32)
     with torch.inference_mode():
         call = native_call(blocks)
+        call(x)
+    assert native.autograd.POOL.free and not any(memory.is_inference() for memory in native.autograd.POOL.free)
     call(x)[0].sum().backward()
     assert all(parameter.grad is not None for parameter in blocks.parameters())
 

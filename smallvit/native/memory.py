@@ -97,6 +97,7 @@ class Loan:
             self.pool.free = dict(free[-self.pool.most :])
 
 
+@torch.inference_mode(False)  # autograd cannot save memory that was made in inference mode
 def new_memory(floats: int) -> Tensor:
     """Return a new tensor of so many floats, without values. On Linux a large one lies on pages of 2 MB instead of 4 kB: the
     processor then looks up fewer addresses, and reads it up to twice as fast if it is larger than the cache.
