@@ -17,13 +17,13 @@ Expected  FixMatch is better than supervised training for as long: by two to fou
 Found     At 100 labels FixMatch is better than supervised training for as long, by 1.59 points [0.90, 2.28] (96.57% against
           94.97%), somewhat less than expected, and has a higher mean than the small CNN (95.86%). Against the expectation, mean
           teacher is better than supervised training for as long, too, by 1.27 points [0.56, 1.98] (96.24%). With distribution
-          alignment FixMatch reaches 96.55%, 0.02 points less; the two were not compared. Pseudo-labels for the weak view alone
-          are better than scratch by 0.69 points [0.33, 1.04], as expected. At 1,000 labels it is the other way round, which was
-          not expected: FixMatch is worse than supervised training for as long, by 1.04 points [0.79, 1.29] (97.42% against
-          98.46%), with alignment by 1.07 [0.88, 1.27], and mean teacher by 0.81 [0.58, 1.03]. All three have higher means than
-          scratch (96.93%), which sees as many labelled digits, but no test was made of that. Pseudo-labels are inconclusive
-          there, -0.03 points [-0.11, 0.06]. The largest gain at 1,000 labels comes from training longer: six times the steps
-          are better by 1.53 points [1.24, 1.81], and by 2.07 [1.70, 2.43] at 100 labels.
+          alignment FixMatch reaches 96.55%; the two were not compared. Pseudo-labels for the weak view alone are better than
+          scratch by 0.69 points [0.33, 1.04], as expected. At 1,000 labels it is the other way round, which was not expected:
+          FixMatch is worse than supervised training for as long, by 1.04 points [0.79, 1.29] (97.42% against 98.46%), with
+          alignment by 1.07 [0.88, 1.27], and mean teacher by 0.81 [0.58, 1.03]. All three have higher means than scratch
+          (96.93%), which sees as many labelled digits, but no test was made of that. Pseudo-labels are inconclusive there,
+          -0.03 points [-0.11, 0.06]. The largest gain at 1,000 labels comes from training longer: six times the steps are
+          better by 1.53 points [1.24, 1.81], and by 2.07 [1.70, 2.43] at 100 labels.
 
 Limits    Only the learning rate was tuned, with trials of a quarter of the steps. So short trials may choose a learning rate
           that is too large for six times the steps, or too small for methods whose targets become useful late. FixMatch was
