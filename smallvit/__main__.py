@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = whole.parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     if options.command is None:
         whole.error(f"there is no command; expected {', '.join(COMMANDS)} (see smallvit --help)")
-    options.started, options.sbatch = time.perf_counter(), " ".join(getattr(options, "sbatch", []))
+    options.started = time.perf_counter()
     if "device" in options and options.device is None:
         options.device = "cuda" if getattr(options, "gpus", None) else "cpu"
     for stream in (sys.stdout, sys.stderr):
@@ -94,13 +94,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def joined(words: list[str]) -> list[str]:
-    """Return the words of a command line with each `--sbatch` and the word after it as one word, `--sbatch=...`. Otherwise
-    argparse would take options of sbatch, such as "--requeue", for options of smallvit.
+    """Return the words of a command line with all values of `--sbatch` in one word, `--sbatch=...`, at the end. Otherwise
+    argparse would take options of sbatch, such as "--requeue", for options of smallvit, and keep only the last value.
     """
-    found: list[str] = []
-    for word in words:
-        found[-1:] = [f"--sbatch={word}"] if found[-1:] == ["--sbatch"] else [*found[-1:], word]
-    return found
+    found, values, rest = [], [], iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        is_value = name == "--sbatch" and (equals or (value := next(rest, None)) is not None)
+        (values if is_value else found).append(value if is_value else word)
+    return found + [f"--sbatch={' '.join(values)}"] * bool(values)
 
 
 def positive(text: str) -> int:
@@ -268,7 +270,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--gpus": {"metavar": "GPUS"},
     "--per-gpu": {"type": per_gpu, "metavar": "N"},
     "--on": {"choices": ("here", "slurm", "ray"), "default": "here"},
-    "--sbatch": {"action": "append", "default": [], "metavar": "OPTIONS"},
+    "--sbatch": {"default": "", "metavar": "OPTIONS"},
     "--address": {"metavar": "HOST:PORT"},
     "--log": {"choices": ("tensorboard", "wandb", "mlflow")},
     "--shard": {"type": part, "metavar": "I/N"},

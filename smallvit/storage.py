@@ -69,6 +69,20 @@ def write_atomic(path: Path, write: Callable[[Path], object]):
                 new.unlink()
 
 
+def rename_damaged(path: Path):
+    """Rename a damaged file to `*.damaged`, unless another process has done so at the same moment. Raise NotWritten if its
+    folder is read-only.
+    """
+    try:
+        os.replace(path, path.with_name(f"{path.name}.damaged"))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise NotWritten(
+            f"{path} is damaged and cannot be renamed: {error.strerror}; make its folder writable, start again"
+        ) from error
+
+
 def write_text(path: Path, text: str):
     """Write a text file. If writing fails, an existing file at `path` stays unchanged."""
     write_atomic(path, lambda new: new.write_text(text, encoding="utf-8"))
@@ -87,7 +101,7 @@ def failures_named(path: Path) -> Iterator[None]:
         # torch and safetensors raise their own errors when a disk is full
         by_the_disk = isinstance(error, OSError | RuntimeError) or type(error).__name__ == "SafetensorError"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        is_full = by_the_disk and (error.errno in FULL if isinstance(error, OSError) else True)
+        is_full = error.errno in FULL if isinstance(error, OSError) else by_the_disk
         advice = "make room and start again" if is_full else "correct this and start again"
         raise (NotWritten if by_the_disk else ValueError)(
             f"could not write {path.name} in {path.parent}: {reason}; an earlier file is untouched; {advice}"

@@ -187,8 +187,9 @@ def _from_disk(
     folder = cache_folder() / "folders" / _key(top, files, options)
     new, array = temporary(folder), (len(files), shape[2], *shape[:2])
     with locked(folder.with_name(f"{folder.name}.lock"), timeout=-1):
-        if folder.is_dir() and _stored(folder, array, dtype) is None:  # damaged, or deleted in part
-            shutil.rmtree(folder, ignore_errors=True)
+        stored = _stored(folder, array, dtype)
+        if stored is None:
+            shutil.rmtree(folder, ignore_errors=True)  # damaged, or deleted in part
         if not folder.is_dir():
             remove_leftovers(folder.parent, folder.name)
             if needed > (free := shutil.disk_usage(folder.parent).free):
@@ -211,7 +212,7 @@ def _from_disk(
                         raise
             finally:
                 shutil.rmtree(new, ignore_errors=True)
-        stored = _stored(folder, array, dtype)
+            stored = _stored(folder, array, dtype)
     if stored is None:
         raise ValueError(f"{folder} is damaged and cannot be replaced; expected decoded images of {top}: delete this folder")
     return stored

@@ -15,7 +15,7 @@ from smallvit.pretrained import Unavailable
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint
 from smallvit.shapes import printable
-from smallvit.storage import NotWritten, locked, read_bounded
+from smallvit.storage import NotWritten, locked, read_bounded, rename_damaged
 from smallvit.train.checkpoint import runs_in
 from smallvit.train.failures import has_text, is_out_of_memory
 from smallvit.train.fit import Tags, new_record
@@ -52,14 +52,7 @@ class Damaged(ValueError):
         another process has renamed at the same moment are left out. Raises NotWritten if the folder is read-only.
         """
         for path in self.files:
-            try:
-                os.replace(path, path.with_name(f"{path.name}.damaged"))
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise NotWritten(
-                    f"{path} is damaged and cannot be renamed: {error.strerror}; make its folder writable, start again"
-                ) from error
+            rename_damaged(path)
         print(f"note: {self.files[0]} is damaged; renamed to *.damaged, and the run is trained again", file=sys.stderr)
 
 

@@ -9,7 +9,6 @@ it, so its choice would depend on the order in which runs end; therefore only th
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,7 +23,7 @@ from smallvit.ablation import ArmRun
 from smallvit.data import Dataset
 from smallvit.record import Record, format_labels
 from smallvit.run import Run, describe, fingerprint
-from smallvit.storage import locked
+from smallvit.storage import locked, rename_damaged
 from smallvit.tuning import (
     FIRST_SEED,
     Range,
@@ -398,7 +397,7 @@ def open_journal(folder: Path) -> Iterator[Any]:
         except OSError:
             raise
         except Exception:  # Optuna has no class of its own for a damaged file
-            os.replace(path, f"{path}.damaged")
+            rename_damaged(path)
             print(f"note: {path} is damaged; renamed to *.damaged, and written again from the records", file=sys.stderr)
             storage = opened()
         yield storage

@@ -307,11 +307,11 @@ def check_created_with(wrapper: str, component: Callable, shapes: tuple[str, ...
     its partial. `wrapper` is the function that got it, and `kind` says in the error message what it expects.
     """
     slot, options = split_partial(component)
-    parameters = inspect.signature(slot).parameters.values()
-    required = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    signature = inspect.signature(slot)
+    required = [p.name for p in signature.parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     needed = [name for name in required if name not in options]
     try:
-        inspect.signature(slot).bind_partial(*shapes, **options)
+        signature.bind_partial(*shapes, **options)
         reason = f"is created with ({', '.join(needed)})" if len(needed) > len(shapes) else None
     except TypeError as error:
         reason = str(error)

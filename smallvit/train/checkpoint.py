@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from smallvit.numerics import Numerics, check_numerics
 from smallvit.run import fingerprint
 from smallvit.shapes import shape_problem
-from smallvit.storage import write_atomic
+from smallvit.storage import rename_damaged, write_atomic
 
 if TYPE_CHECKING:
     from .loop import Training
@@ -203,7 +203,7 @@ def content_hash(path: Path, end: int, names: bytes) -> bytes:
 
 def set_aside(path: Path):
     """Rename a damaged checkpoint to `*.damaged`, and print a note."""
-    os.replace(path, path.with_name(f"{path.name}.damaged"))
+    rename_damaged(path)
     print(f"note: {path} is damaged; renamed to *.damaged, and training starts again", file=sys.stderr)
 
 
