@@ -119,7 +119,8 @@ class TunedArm:
     fingerprint  the hash of the settings of the arm before tuning, with seed 0
     settings     the chosen values, from name to value; empty if there was nothing to tune
     accuracy     mean validation accuracy with the chosen values; None without trials
-    edge         names of the hyperparameters whose chosen value lies at the edge of its range
+    edge         names of the hyperparameters whose chosen value lies at the edge of its range, or is the smallest or the
+                 largest that was tried
     loss         expected loss of accuracy, as a fraction, because the trials are scored with noise; None if it is unknown
     cost         what all trials together took: numbers of different labelled images ("labels"), of images seen and of runs,
                  and seconds of training. Images and seconds of runs whose loss became infinite are not known and not counted
@@ -152,6 +153,14 @@ class TunedArm:
             "edge": self.edge,
             "curve": [[settings, sum(scores) / len(scores), len(scores)] for settings, scores in scored],
         } | ({"note": self.note} if self.note else {})
+
+
+def is_extreme(value: Any, tried: Iterable[Any]) -> bool:
+    """Return whether `value` is the smallest or the largest of the numbers in `tried`. With fewer than three different numbers
+    the result is False, because there is no value between them. What is not a number is left out.
+    """
+    numbers = {one for one in tried if type(one) in (int, float)}
+    return len(numbers) >= 3 and value in (min(numbers), max(numbers))
 
 
 def tuned_file(recipe: str | Path) -> Path:

@@ -224,7 +224,7 @@ def test_estimate_of_a_large_model_scores_few_images(evaluators, monkeypatch):
 
 
 def test_estimate_includes_the_start_of_the_command_and_of_the_workers(workdir, monkeypatch, capsys):
-    monkeypatch.setattr(plan, "estimate", lambda run, device: 60.0)
+    monkeypatch.setattr(plan, "estimate", lambda *options: 60.0)
     monkeypatch.setattr(plan, "worker_start", lambda device: 3600.0)
     monkeypatch.setattr(plan, "computing_processes", lambda: 0.0)
     monkeypatch.setattr(plan.os, "cpu_count", lambda: 2)
@@ -234,6 +234,16 @@ def test_estimate_includes_the_start_of_the_command_and_of_the_workers(workdir, 
     assert main(["run", "mine.py", "--dry-run", "--jobs", "2", "--stack", "8"]) == 0
     assert "the time is that without --stack; the runs may be faster with it" in capsys.readouterr().out
     assert "about 100 min" in plan.plan(load_recipe("mine.py").RUNS, 2, "cpu", startup=1800.0)
+
+
+def test_dry_run_measures_the_steps_as_numerics_says(workdir, monkeypatch, capsys):
+    times = {DEFAULT: 1200.0, Numerics(kernel="explicit"): 600.0}
+    monkeypatch.setattr(plan, "estimate", lambda run, device, numerics: times[numerics])
+    for name in ("worker_start", "computing_processes"):
+        monkeypatch.setattr(plan, name, lambda *options: 0.0)
+    for options, time in (([], "3.3 h"), (["--numerics", "kernel=explicit"], "100 min")):
+        assert main(["run", "mine.py", "--dry-run", "--jobs", "2", *options]) == 0
+        assert f"20 runs, about {time} with 2 worker processes" in capsys.readouterr().out
 
 
 def test_estimate_is_longer_if_other_programs_use_the_processor(workdir, monkeypatch):

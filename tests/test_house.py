@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "baselines": {"augment", "data", "run", "tokenizers", "vit"},
     "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "optimizers", "pretrained", "vit"},
-    "report": {"components", "explain", "recipe", "record", "run", "verdicts"},
+    "report": {"components", "explain", "recipe", "record", "run", "tuning", "verdicts"},
     "verdicts": {"packing", "record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
     "pretrained": {"attention", "attention_positions", "flops", "pooling", "positions", "shapes", "storage", "tokenizers", "vit"},

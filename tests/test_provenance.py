@@ -122,7 +122,8 @@ def test_the_highest_and_the_lowest_value_that_were_tried_are_an_edge_too(chosen
     curve = [[{"lr": value, "schedule": "cosine"}, 0.9, 1] for value in (0.004, 0.001, 0.002)]
     tuning = {"settings": {"lr": chosen, "schedule": "cosine"}, "trials": 3, "edge": [], "curve": curve}
     assert bool(at_the_edge(runs("A", tuning=tuning))) is warned
-    assert not at_the_edge(runs("A", tuning=tuning | {"curve": curve[1:]})), "two values have no middle"
+    assert not at_the_edge(runs("A", tuning=tuning | {"curve": curve[1:], "trials": 2})), "two values have no middle"
+    assert not at_the_edge(runs("A", tuning=tuning | {"trials": 4})), "a trial with an infinite loss may lie beyond"
 
 
 @pytest.mark.parametrize("images, guesses", [(100, True), (10_000, False), (None, False)])

@@ -80,7 +80,7 @@ def small(run: Run) -> Run:
 @each(RECIPES, quick=QUICK)
 def test_plan_names_every_arm(path, needs_data, monkeypatch):
     monkeypatch.setattr(Weights, "local_path", lambda self: None)
-    monkeypatch.setattr("smallvit.launch.plan.estimate", lambda run, device: float(run.steps))  # no step is taken
+    monkeypatch.setattr("smallvit.launch.plan.estimate", lambda run, device, numerics: float(run.steps))  # no step is taken
     monkeypatch.setattr("smallvit.launch.plan.worker_start", lambda device: 1.0)
     text = plan(loaded(path).RUNS, 2, "cpu")
     untuned = {entry.arm for entry in loaded(path).RUNS if entry.tuning is None}

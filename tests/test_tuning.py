@@ -355,6 +355,18 @@ def test_first_of_equal_trials_is_chosen(tmp_path, fake_launch):
     assert tuned.settings == arm.settings[0] and [len(t["scores"]) for t in tuned.trials] == [4, 4, 2, 2, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("place", "edge"), [(-1, ["lr"]), (-2, []), (0, ["lr"])])
+def test_the_largest_and_the_smallest_value_that_were_tried_are_an_edge(place, edge, tmp_path, fake_launch):
+    """Above the second largest value a larger one was tried, also if its loss became infinite."""
+    arm = trials(comparison(replace(EIGHT, ranges={"lr": (3e-4, 6e-2)})))[0]
+    tried = sorted(settings["lr"] for settings in arm.settings)
+    best = tried[place]
+    fake_launch.score = lambda entry: None if entry.run.lr > best else 0.9 - abs(math.log(entry.run.lr / best)) / 10
+    (tuned,) = tune_arms([arm], tmp_path, recipe="t")
+    assert tuned.settings["lr"] == best and tuned.edge == edge
+    assert not at_edge(arm.ranges["lr"], tried[-2])
+
+
 def test_infinite_loss_ranks_last_and_is_refused_only_for_all_trials(tmp_path, fake_launch):
     fake_launch.score = lambda entry: None if entry.run.lr < 0.02 else 0.1
     arm = trials(comparison())[0]

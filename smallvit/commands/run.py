@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
         submit(options, path.stem, out, runs, recipe_runs)
         return 0
     if options.dry_run:
-        print_plan(runs, recipe_runs, looks, out, path.stem, options, len(gpus) or options.jobs)
+        print_plan(runs, recipe_runs, looks, out, path.stem, options, len(gpus) or options.jobs, Numerics(**given))
         return 0
     if not runs:  # of this shard
         return end_shard([], options)
@@ -121,10 +121,12 @@ def print_plan(
     recipe: str,
     options: argparse.Namespace,
     jobs: int,
+    numerics: Numerics,
 ):
     """Print which runs will be trained and how long this takes, for `--dry-run`. `runs` are the runs to train, `recipe_runs`
     are all runs of the recipe, `looks` are its planned numbers of seeds, `out` is the folder of all results, `recipe` is the
-    name of the recipe file, `options` are the command-line arguments, and `jobs` is the number of worker processes.
+    name of the recipe file, `options` are the command-line arguments, `jobs` is the number of worker processes, and
+    `numerics` is how training steps are computed.
     """
 
     def ended(entry: ArmRun) -> str | None:
@@ -134,7 +136,8 @@ def print_plan(
         untrained = is_untrained(record, options.retry)
         return None if record is None or untrained else record.status
 
-    print(plan(runs, jobs, device_to_measure(options), ended, recipe_runs, time.perf_counter() - options.started))
+    started = time.perf_counter() - options.started
+    print(plan(runs, jobs, device_to_measure(options), ended, recipe_runs, started, numerics))
     if faster := [f"--{name}" for name in ("stack", "fast") if getattr(options, name)]:
         print(f"the time is that without {' and '.join(faster)}; the runs may be faster with it")
     elif options.device == "cuda" and chooses_stack(options):

@@ -156,7 +156,7 @@ def format_settings(settings: dict) -> str:
 def table(arms: Sequence[TunedArm]) -> str:
     """Return a table of the tuned arms (variants) as text: chosen values, validation accuracy in percent, and expected loss in
     percentage points. This loss is the accuracy that may be lost because noisy scores hide the best trial. `arms` are
-    `TunedArm` objects. Warnings follow, where a value lies at the edge of its range or the loss is large.
+    `TunedArm` objects. Warnings follow, where a value lies at the edge of its range or of what was tried, or the loss is large.
     """
     header = ("arm", "labels", "chosen", "validation", "expected loss")
     rows, warnings = [], []
@@ -167,7 +167,8 @@ def table(arms: Sequence[TunedArm]) -> str:
         place = f"{arm.arm}, {format_labels(arm.labels)}"
         if arm.edge:
             names = " and ".join(f"{name}={arm.settings[name]}" for name in arm.edge)
-            warnings.append(f"warning: {place}: {names} at the edge of the range; a wider range may be better")
+            text = "at the edge of the range, or the smallest or largest value that was tried"
+            warnings.append(f"warning: {place}: {names} {text}; a wider range may be better")
         if arm.loss is not None and arm.loss > LARGE_LOSS:
             warnings.append(f"warning: {place}: {loss} points may be lost by tuning noise; more seeds or images lower this")
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]

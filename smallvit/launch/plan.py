@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from smallvit.ablation import ArmRun, at_cell, only_baseline, with_dependencies
 from smallvit.components import options
 from smallvit.data import Dataset, HeldOut
-from smallvit.numerics import DEFAULT
+from smallvit.numerics import DEFAULT, Numerics
 from smallvit.passes import run_count
 from smallvit.pretrained import Weights
 from smallvit.record import user_line
@@ -44,11 +44,13 @@ def plan(
     ended: Callable[[ArmRun], str | None] = lambda entry: None,
     recipe_runs: Sequence[ArmRun] = (),
     startup: float = 0.0,
+    numerics: Numerics = DEFAULT,
 ) -> str:
     """Return a text about the planned runs: the arms (variants), how they differ from their baseline, and the expected training
     time. `runs` are the selected runs, `recipe_runs` all runs of the recipe. `jobs` is the number of worker processes, `device`
-    is, for example, "cpu", and `startup` are the seconds that the command has taken so far. The function `ended` returns how a
-    run that is not trained any more has ended, "finished" or "failed", and None for the others.
+    is, for example, "cpu", and `startup` are the seconds that the command has taken so far. `numerics` is how training steps
+    are computed. The function `ended` returns how a run that is not trained any more has ended, "finished" or "failed", and
+    None for the others.
 
     The time is that of the runs that are still to be trained. An earlier run that is needed and is one of `recipe_runs` keeps
     the name of its arm. An arm whose loss becomes infinite in the measured steps has no time.
@@ -83,7 +85,7 @@ def plan(
         untrained = sum(kind(other) == (arm, length, tuned) for other in left)
         try:
             weights = run.init if isinstance(run.init, Weights) and run.init.local_path() is None else None
-            seconds = estimate(run, device)
+            seconds = estimate(run, device, numerics)
             time_text = f"about {seconds:.0f} s each"
             (after_download if weights else now).extend([seconds] * untrained)
         except FloatingPointError as error:
@@ -147,14 +149,14 @@ def kind(entry: ArmRun) -> tuple:
 
 
 @one_thread()
-def estimate(run: Run, device: str) -> float:
-    """Return the estimated time of a run on this machine in seconds, including validation and evaluation. A few training steps
-    and one evaluation are measured, with one thread.
+def estimate(run: Run, device: str, numerics: Numerics = DEFAULT) -> float:
+    """Return the estimated time of a run on this machine in seconds, including validation and evaluation. A few training steps,
+    computed as `numerics` says, and one evaluation are measured, with one thread.
     """
     from smallvit.flops import milliseconds
     from smallvit.train.loop import CHECKS
 
-    training = begun(run, DEFAULT, device, MOST_STEPS)  # other initial weights would take as long
+    training = begun(run, numerics, device, MOST_STEPS)  # other initial weights would take as long
     of_large_model = seconds_of_large_model(training)
     seconds = of_large_model[1] if of_large_model else evaluation_seconds(training)
     if not run.steps:

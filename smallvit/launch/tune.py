@@ -32,6 +32,7 @@ from smallvit.tuning import (
     arm_ranges,
     best_trials,
     hyperparameters,
+    is_extreme,
     mean,
     one_per_cell,
     runs_to_tune,
@@ -284,7 +285,11 @@ def result(arm: Candidates) -> TunedArm:
         fingerprint=fingerprint(arm.entry.run.at_seed(0)),
         settings=settings,
         accuracy=round(mean(arm.scores[best]), 6),
-        edge=[name for name, value in settings.items() if at_edge(arm.ranges[name], value)],
+        edge=[
+            name
+            for name, value in settings.items()
+            if at_edge(arm.ranges[name], value) or is_extreme(value, [tried.get(name) for tried in arm.settings])
+        ],
         loss=expected_loss(arm),
         cost={
             "labels": label_count(arm.runs[0], tune),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from smallvit.components import describe_value, differences
 from smallvit.record import Record
+from smallvit.tuning import is_extreme
 from smallvit.verdicts.comparison import Comparison, condition_of
 
 MIN_VALUES = 3  # values of a hyperparameter that are worth a figure; two are shown better as a paired difference
@@ -174,14 +175,18 @@ def tuning_curves(comparison: Comparison, records: Sequence[Record]) -> dict[tup
 def options_at_edge(tuning: dict) -> list[str]:
     """Return the names of the tuned options whose best value lies at the edge of its range, or is the smallest or the largest
     of at least three numbers that were tried. `tuning` is how the settings of an arm (variant) were chosen (`Record.tuning`).
+
+    Older records name only the options at the edge of their range. So the values that were tried are looked at here too, unless
+    a trial is missing in the record because its loss became infinite: a value beyond the best one may have been tried in it.
     """
-    found = []
-    for option, chosen in tuning["settings"].items():
-        values = {settings.get(option) for settings, _, _ in tuning.get("curve") or ()}
-        numbers = {value for value in values if type(value) in (int, float)}
-        if option in (tuning.get("edge") or ()) or (len(numbers) >= 3 and chosen in (min(numbers), max(numbers))):
-            found.append(option)
-    return found
+    scored = [settings for settings, _, _ in tuning.get("curve") or ()]
+    known = scored if len(scored) >= tuning.get("trials", 0) else []
+    at_edge = tuning.get("edge") or ()
+    return [
+        option
+        for option, chosen in tuning["settings"].items()
+        if option in at_edge or is_extreme(chosen, [settings.get(option) for settings in known])
+    ]
 
 
 def initial_weights(records: Sequence[Record]) -> dict[str, str]:
