@@ -202,7 +202,8 @@ class Rotary(nn.Module):
         if mixed:
             self.frequencies = nn.Parameter(torch.empty(2, heads, 2 * count))
         else:
-            self.register_buffer("frequencies", torch.empty(2, 1, 2 * count), persistent=False)
+            at_least_float32 = torch.promote_types(torch.get_default_dtype(), torch.float32)
+            self.register_buffer("frequencies", torch.empty(2, 1, 2 * count, dtype=at_least_float32), persistent=False)
         self.reset_parameters()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Rotary":
@@ -222,7 +223,7 @@ class Rotary(nn.Module):
             self.frequencies.copy_(torch.stack([waves * both.cos(), waves * both.sin()]))
         else:
             zeros = [0.0] * len(self.waves)
-            self.frequencies.copy_(torch.tensor([[self.waves + zeros], [zeros + self.waves]]))
+            self.frequencies.copy_(torch.tensor([[self.waves + zeros], [zeros + self.waves]], dtype=self.frequencies.dtype))
 
     def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor, None]:
         check_places(q.shape[-2], places, self.prefix)

@@ -66,7 +66,8 @@ def parameter_at(module: nn.Module, name: str) -> Any:
 
 def hidden_matrices(objective: nn.Module) -> dict[int, int]:
     """Return a dict from `id(weight)` to a number, for the weights of the linear layers inside transformer blocks: how many
-    matrices the weight holds, which is 3 for queries, keys and values in one layer, 2 for keys and values, and otherwise 1.
+    matrices of equal size the weight holds, which is 3 for queries, keys and values in one layer, 2 for keys and values, and
+    otherwise 1. The layers are found by their names `qkv` and `kv`.
 
     Layers that choose tokens (`reduction`) and layers with one output or one input are left out. Optimizers for matrices, such
     as Muon, are made for these weights: what they do to the first and the last layer of a model, and to tables, costs accuracy.
@@ -77,7 +78,8 @@ def hidden_matrices(objective: nn.Module) -> dict[int, int]:
         for name, part in blocks.named_modules() if isinstance(blocks, nn.ModuleList | nn.Sequential) else ():
             path = name.split(".")
             if isinstance(part, nn.Linear) and "reduction" not in path and min(part.weight.shape) > 1:
-                found[id(part.weight)] = {"qkv": 3, "kv": 2}.get(path[-1], 1)
+                count = {"qkv": 3, "kv": 2}.get(path[-1], 1)
+                found[id(part.weight)] = count if part.out_features % count == 0 else 1
     return found
 
 
@@ -311,8 +313,9 @@ def ema_update(pairs: list[tuple[Tensor, Tensor]], weight: float):
     """Update exponential moving averages in place. In each pair of tensors (average, new value), the average moves towards the
     new value by the fraction `weight`. Integer tensors are copied.
     """
-    averaged = [pair for pair in pairs if pair[0].is_floating_point()]
-    torch._foreach_lerp_([ema for ema, _ in averaged], [now for _, now in averaged], weight)  # pyright: ignore
+    averaged = [(ema, now.to(ema.dtype)) for ema, now in pairs if ema.is_floating_point()]
+    if averaged:
+        torch._foreach_lerp_([ema for ema, _ in averaged], [now for _, now in averaged], weight)  # pyright: ignore
     for ema, now in pairs:
         if not ema.is_floating_point():
             ema.copy_(now)

@@ -61,6 +61,11 @@ class FixedTable(nn.Module):
 
     table: Tensor
 
+    def make_table(self, grid: Grid, dim: int):
+        """Make the table, still empty, with a row of `dim` numbers for each patch of the `grid`."""
+        at_least_float32 = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.register_buffer("table", torch.empty(grid[0] * grid[1], dim, dtype=at_least_float32), persistent=False)
+
     def _apply(self, fn: Callable, recurse: bool = True) -> "FixedTable":
         table = self.table
         super()._apply(fn, recurse)
@@ -103,7 +108,7 @@ class SinCos2d(FixedTable):
                 raise ValueError(f"{name} is {option!r}; expected a number or {text!r}")
         self.grid, self.prefix = tuple(grid), prefix
         self.temperature, self.centered, self.amplitude = temperature, centered, amplitude
-        self.register_buffer("table", torch.empty(grid[0] * grid[1], dim), persistent=False)
+        self.make_table(grid, dim)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -112,7 +117,8 @@ class SinCos2d(FixedTable):
         rows, columns = torch.meshgrid(numbers, indexing="ij")
         fastest, base = (math.pi, max(self.grid)) if isinstance(self.temperature, str) else (1.0, self.temperature)
         width = self.table.shape[1] // 2
-        table = torch.cat([sines(fastest * index.flatten(), width, base) for index in (columns, rows)], dim=-1)
+        angles = (fastest * index.flatten().to(self.table.dtype) for index in (columns, rows))
+        table = torch.cat([sines(angle, width, base) for angle in angles], dim=-1)
         differences = table - table.mean(0)
         amplitude = self.amplitude
         if isinstance(amplitude, str):
@@ -141,7 +147,7 @@ class SinCos1d(FixedTable):
         if dim % 2:
             raise ValueError(f"width {dim} is odd, but sine and cosine come in pairs; use {dim + 1}")
         self.grid, self.prefix, self.temperature = tuple(grid), prefix, temperature
-        self.register_buffer("table", torch.empty(grid[0] * grid[1], dim), persistent=False)
+        self.make_table(grid, dim)
         self.reset_parameters()
 
     @torch.no_grad()

@@ -366,6 +366,16 @@ def test_angles_are_computed_in_float32():
     assert found.dtype == torch.bfloat16 and ((found - exact).abs() / (exact.abs() + 1)).max() < 1e-2
 
 
+def test_fixed_frequencies_are_exact_if_they_are_made_while_half_precision_is_the_default():
+    expected, usual = Rotary(2, 16, (14, 14), 0).frequencies, torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = Rotary(2, 16, (14, 14), 0).frequencies
+    finally:
+        torch.set_default_dtype(usual)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
 def test_fixed_frequencies_keep_their_precision_in_a_model_of_half_precision():
     """After `bfloat16()`, and back; a model of double precision has all digits that it can have."""
     module = Rotary(2, 16, (14, 14), 0)

@@ -355,6 +355,13 @@ def test_sigmoid_weights_of_equal_logits_and_of_a_very_low_bias():
     assert_close(module(x, few).map(), module(x).map(), 1e-12)
 
 
+def test_gradient_of_sigmoid_attention_in_the_sizes_is_exact():
+    """Learned pruning and thresholds learn from it."""
+    module, x = randomized(SigmoidAttention), tokens()
+    size = torch.rand(B, N, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).add_(0.5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda size: module(x, size).x, size)
+
+
 def test_sigmoid_attention_adds_up_over_sets_of_keys():
     module, x, first = randomized(SigmoidAttention), tokens(), torch.arange(N) < 2
     bias = module.proj.bias

@@ -659,3 +659,45 @@ def test_classifier_still_reads_augmented_digits_and_not_mirrored_ones():
     assert accuracy(digits(0.5)) > 0.8
     assert accuracy(digits()) > 0.6
     assert accuracy([Flip(probability=1, force=True)]) < 0.5
+
+
+# Other defaults of torch
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
+@pytest.mark.parametrize("transform", [*ON, *(cls(**options) for cls, options in OTHER_VALUES.items())], ids=repr)
+def test_a_default_type_or_device_of_torch_changes_nothing(transform, default):
+    side = 20 + [torch.float64, torch.bfloat16, "meta"].index(default)  # not in the caches of earlier tests
+    batch = random_batch(c=3, h=side, w=side + 5)
+    usual = torch.get_default_dtype()
+    if default == "meta":
+        with torch.device("meta"):
+            found = augment.apply([transform], batch, seeded())
+    else:
+        torch.set_default_dtype(default)
+        try:
+            found = augment.apply([transform], batch, seeded())
+        finally:
+            torch.set_default_dtype(usual)
+    expected = augment.apply([transform], batch, seeded())
+    assert found.images.dtype == torch.float32 and found.images.device.type == "cpu"
+    assert torch.equal(found.images, expected.images) and torch.equal(found.targets, expected.targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("transform", [Mixup(), CutMix(), SmoothLabels()], ids=class_name)
+def test_targets_may_have_any_floating_type(transform, dtype):
+    batch = random_batch()
+    expected = augment.apply([transform], batch, seeded()).targets
+    found = augment.apply([transform], batch._replace(targets=batch.targets.to(dtype)), seeded()).targets
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, atol=4 * max(torch.finfo(dtype).eps, 1e-7), rtol=0)
+
+
+def test_gradients_can_use_everything_that_a_transform_adds_to_the_batch():
+    weight = torch.ones(8, requires_grad=True)
+    batch = augment.apply(
+        [lambda b, g: b._replace(draws=(torch.rand(8, generator=g),), teacher_logits=(b.targets * 2,))], random_batch(), seeded()
+    )
+    ((weight * batch.draws[0]).sum() + (weight[:, None] * batch.teacher_logits[0]).sum()).backward()
+    assert torch.allclose(weight.grad, batch.draws[0] + 2)

@@ -16,8 +16,8 @@ from smallvit import augment
 from smallvit.components import describe, rebuild
 from smallvit.data import mnist
 
-from smallvit.augment import Batch, Blur, CutMix, Flip, Jitter, Mixup, MultiCrop, Noise, RandomErasing, Solarize  # isort: skip
-from smallvit.augment import Warp, digit_crops, digits, photo_crops  # isort: skip
+from smallvit.augment import Batch, Blur, CutMix, Flip, Gray, Jitter, Mixup, MultiCrop, Noise, RandomErasing  # isort: skip
+from smallvit.augment import Solarize, Warp, digit_crops, digits, photo_crops  # isort: skip
 
 MNIST = Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw"
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"needs MNIST and there is none in {MNIST}")
@@ -391,3 +391,31 @@ def test_gpu_gives_the_same_views(name):
     on_gpu = views_of(Batch(batch.images.cuda(), batch.targets.cuda()), *PRESETS[name])
     for expected, result in zip(views_of(batch, *PRESETS[name]), on_gpu):
         assert (result.cpu() - expected).abs().mean() < 1e-3
+
+
+def test_a_callable_in_a_multicrop_may_return_images_that_must_not_be_overwritten():
+    kept = torch.rand(8, 3, 32, 32)
+    before = kept.clone()
+    constant = lambda batch, generator: batch._replace(images=kept)  # noqa: E731
+    views = augment.apply([MultiCrop(first=(constant, Solarize(probability=1.0)))], batch_of(4, 3, 32), seeded()).views
+    assert torch.equal(kept, before) and torch.equal(views[0], torch.where(kept >= 0.5, 1 - kept, kept))
+    to_rgb = lambda batch, generator: batch._replace(images=batch.images.expand(-1, 3, -1, -1))  # noqa: E731
+    views = augment.apply([MultiCrop(first=(to_rgb, Gray(probability=1.0)))], batch_of(4, 1, 32), seeded()).views
+    assert views[0].shape == (8, 3, 32, 32)
+
+
+def test_a_callable_in_a_multicrop_may_change_the_size():
+    class Half:
+        def __call__(self, batch, generator):
+            return batch._replace(images=F.avg_pool2d(batch.images, 2))
+
+        def output_size(self, height, width):
+            return height // 2, width // 2
+
+    half = MultiCrop(first=(Half(), Noise()))
+    assert half.table(32) == [("global", 2, (16, 16))]
+    assert augment.apply([half], batch_of(4, 3, 32), seeded()).views[0].shape == (8, 3, 16, 16)
+
+
+def batch_of(count: int, channels: int, side: int) -> Batch:
+    return Batch(torch.rand(count, channels, side, side, generator=seeded()), torch.eye(count))

@@ -46,7 +46,7 @@ from smallvit import (
     rebuild,
 )
 from smallvit.numerics import Numerics
-from smallvit.optim import decay_groups, hidden_matrices, tensor_pairs
+from smallvit.optim import decay_groups, ema_update, hidden_matrices, tensor_pairs
 from smallvit.optimizers.muon import COEFFICIENTS, orthogonalize
 from smallvit.record import WEIGHTS
 from smallvit.train import fit_stacked, loop
@@ -545,6 +545,8 @@ def test_copy_takes_the_same_steps(make, copied):
     for p, other in zip(parameters, others):
         other.grad = p.grad.clone()
     for each in (optimizer, copy_of):
+        if isinstance(each, SAM):
+            each.two_passes(lambda: torch.zeros(()), SimpleNamespace(observed=None), [])
         each.step()
     assert all(torch.equal(p, other) for p, other in zip(parameters, others)) and parameters[0] is not others[0]
 
@@ -558,6 +560,44 @@ def test_optimizer_that_would_silently_be_adamw_is_refused():
     with pytest.raises(ValueError, match="Muon got no linear layer inside blocks, so it would be AdamW"):
         Muon(decay_groups(Supervised(nn.TransformerEncoderLayer(8, 2)), 0.1)[0]).step()
     assert p.min() < 1
+
+
+def test_sam_asks_for_two_passes_before_each_step():
+    _, optimizer = optimized(SAM)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"SAM.step was called without two_passes"):
+        optimizer.step()
+
+
+def test_step_hooks_of_muon_are_called_once():
+    """Also if torch has added the calls of hooks to the methods of AdamW."""
+    for adamw in (AdamW, torch.optim.AdamW):
+        adamw([{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1}])
+        parameters, optimizer = optimized(Muon)
+        before, calls = [p.detach().clone() for p in parameters], []
+        optimizer.register_step_pre_hook(lambda *_: calls.append([p.grad is not None for p in parameters]))  # noqa: B023
+        optimizer.register_step_post_hook(lambda *_: calls.append([not torch.equal(p, old) for p, old in zip(parameters, before)]))  # noqa: B023
+        optimizer.step()
+        assert calls == [[True, True], [True, True]]
+
+
+def test_layer_called_qkv_that_is_not_three_equal_parts_is_one_matrix():
+    """For example, an attention with fewer heads for keys and values."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.ModuleDict({"qkv": nn.Linear(16, rows)}) for rows in (48, 20)])
+    assert [hidden_matrices(model)[id(block["qkv"].weight)] for block in model.blocks] == [3, 1]
+    optimizer = Muon(decay_groups(Supervised(model), 0.1)[0])
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_average_of_a_model_without_weights_or_of_another_type():
+    ema_update(tensor_pairs(nn.Flatten(), nn.Flatten()), 0.5)
+    average, model = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
+    expected = torch.lerp(average.weight.detach(), model.weight.detach().float(), 0.25)
+    ema_update(tensor_pairs(average, model), 0.25)
+    assert torch.equal(average.weight, expected)
 
 
 def test_optimizer_with_a_scheduler_can_be_pickled():
@@ -634,6 +674,23 @@ def test_schedule_free_counts_in_float32(dtype):
         assert state["step"] == 300 and state["lr_max"].dtype == torch.float32
         assert state["weight_sum"].item() == pytest.approx(300 * 1e-8, rel=1e-4)
     assert p.isfinite().all() and optimizer.averaged(p).isfinite().all()
+
+
+def test_schedule_free_leaves_half_precision_weights_without_a_gradient_as_they_are():
+    """eps is 0 in float16, and so is the square of a small gradient."""
+    p = nn.Parameter(torch.ones(4).half())
+    optimizer = ScheduleFree(groups_of(others=[p]))
+    set_rate(optimizer, 0.01)
+    for _ in range(3):
+        p.grad = torch.tensor([1e-4, 0, 0, -1.0]).half()
+        optimizer.step()
+    exact = nn.Parameter(torch.ones(4))
+    reference = ScheduleFree(groups_of(others=[exact]))
+    set_rate(reference, 0.01)
+    for _ in range(3):
+        exact.grad = torch.tensor([1e-4, 0, 0, -1.0])
+        reference.step()
+    assert p[1] == p[2] == 1 and torch.allclose(p.float(), exact, atol=2e-3)
 
 
 def test_schedule_free_trains_in_bfloat16():

@@ -87,6 +87,17 @@ def test_half_precision_stays_half(make, dtype):
 
 
 @pytest.mark.parametrize("make", [SinCos1d, SinCos2d])
+def test_fixed_tables_are_exact_if_they_are_made_while_half_precision_is_the_default(make):
+    expected, usual = make(D, (3, 5), 1).table, torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = make(D, (3, 5), 1)
+    finally:
+        torch.set_default_dtype(usual)
+    assert torch.equal(module.table, expected) and module.table.dtype == torch.float32
+
+
+@pytest.mark.parametrize("make", [SinCos1d, SinCos2d])
 def test_fixed_tables_survive_half_precision(make):
     model = ViT((8, 8), 1, 5, tokenizer=partial(PatchEmbed, patch=2), position=make, dim=16, depth=1, heads=2)
     module, table = model.position, model.position.table.clone()

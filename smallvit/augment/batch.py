@@ -32,6 +32,8 @@ Augmentation = Callable[[Batch, Generator], Batch]
 Random = dict[str, Tensor]
 """The random numbers of a transform, by name. The first axis of each tensor is the image."""
 
+ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}  # where numbers are drawn, whatever the defaults of torch
+
 
 class Transform:
     """Base class of the transforms of this package. A transform first draws all its random numbers (`draw`), and then changes
@@ -83,7 +85,7 @@ class ChosenTransform(Transform):
         return not self.probability
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
-        return {"chosen": torch.rand(shape[0], generator=generator) < self.probability}
+        return {"chosen": torch.rand(shape[0], generator=generator, **ON_CPU) < self.probability}
 
 
 def check_batch(name: str, batch: Any, generators: Sequence[Any]):
@@ -142,8 +144,8 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
             changed = transform(changed, *generators)
     if changed is batch:
         return batch
-    images, targets, *views = map(_usual, (changed.images, changed.targets, *changed.views))
-    return changed._replace(images=images, targets=targets, views=tuple(views))
+    images, targets, *lists = changed
+    return Batch(_usual(images), _usual(targets), *(tuple(map(_usual, tensors)) for tensors in lists))
 
 
 def changes_parts(transform: Augmentation) -> bool:
@@ -169,7 +171,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 def symmetric_uniform(*shape: int, generator: Generator) -> Tensor:
     """Return random numbers of the given shape, drawn uniformly from -1 to 1. `generator` is the random number generator."""
-    return torch.empty(shape).uniform_(-1, 1, generator=generator)  # faster than 2 * torch.rand() - 1, and bitwise equal
+    return torch.empty(shape, **ON_CPU).uniform_(-1, 1, generator=generator)  # faster than 2 * torch.rand() - 1, and equal
 
 
 def check_range(transform: object, **ranges: tuple[float, float]) -> None:

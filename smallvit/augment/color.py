@@ -8,13 +8,13 @@ from math import tau
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, ChosenTransform, Random, Transform, check_interval, check_range, symmetric_uniform, upload
+from .batch import ON_CPU, Batch, ChosenTransform, Random, Transform, check_interval, check_range, symmetric_uniform, upload
 
 # Matrices for an RGB pixel x. GRAY x: its gray value (ITU-R BT.601), three times. CHROMA x: the rest, x - GRAY x.
 # QUARTER_TURN x: the chroma, rotated by 90 degrees from red towards green.
-GRAY = torch.tensor([0.299, 0.587, 0.114]).expand(3, 3)
-CHROMA = torch.eye(3) - GRAY
-QUARTER_TURN = CHROMA @ torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]]) / 3**0.5
+GRAY = torch.tensor([0.299, 0.587, 0.114], **ON_CPU).expand(3, 3)
+CHROMA = torch.eye(3, **ON_CPU) - GRAY
+QUARTER_TURN = CHROMA @ torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]], **ON_CPU) / 3**0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,11 @@ class Jitter(Transform):
         return not self.probability or not (self.brightness or self.contrast or self.saturation or self.hue)
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
-        ranges = torch.tensor([self.brightness, self.contrast, self.saturation, self.hue])[: 4 if self.hue else 3, None]
+        options = [self.brightness, self.contrast, self.saturation, self.hue]
+        ranges = torch.tensor(options, **ON_CPU)[: 4 if self.hue else 3, None]
         change = ranges * symmetric_uniform(len(ranges), shape[0], generator=generator)
         if self.probability < 1:
-            change = change * (torch.rand(shape[0], generator=generator) < self.probability)
+            change = change * (torch.rand(shape[0], generator=generator, **ON_CPU) < self.probability)
         return {"change": change.T}
 
     def change(self, batch: Batch, random: Random) -> Batch:
@@ -159,7 +160,7 @@ class Blur(ChosenTransform):
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         low, high = (length * min(shape[2:]) for length in self.sigma)
-        sigma = low + (high - low) * torch.rand(shape[0], generator=generator)
+        sigma = low + (high - low) * torch.rand(shape[0], generator=generator, **ON_CPU)
         return {"sigma": sigma} | super().draw(shape, generator)
 
     def change(self, batch: Batch, random: Random) -> Batch:

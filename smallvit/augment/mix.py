@@ -41,7 +41,8 @@ class Mixup(Transform):
     def change(self, batch: Batch, random: Random) -> Batch:
         partner, weight = _partner(random, batch.images.device), upload(random["weight"][:, None], batch.images.device)
         images = torch.lerp(batch.images[partner], batch.images, weight[:, :, None, None])
-        return batch._replace(images=images, targets=torch.lerp(batch.targets[partner], batch.targets, weight))
+        targets = torch.lerp(batch.targets[partner], batch.targets, weight.to(batch.targets.dtype))
+        return batch._replace(images=images, targets=targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class CutMix(Transform):
     def change(self, batch: Batch, random: Random) -> Batch:
         partner, mask = _partner(random, batch.images.device), rectangle_mask(random, batch.images)
         images = torch.lerp(batch.images, batch.images[partner], mask)
-        targets = torch.lerp(batch.targets, batch.targets[partner], mask.mean(dim=(2, 3)))
+        targets = torch.lerp(batch.targets, batch.targets[partner], mask.mean(dim=(2, 3)).to(batch.targets.dtype))
         return batch._replace(images=images, targets=targets)
 
 
@@ -120,14 +121,15 @@ def _draw_partners(transform: Mixup | CutMix, b: int, generator: Generator) -> R
     for Student's t with 2 alpha degrees of freedom, mapped to [0, 1] (Devroye, Random variate generation in one line of code,
     1996).
     """
-    cycle = torch.randperm(b, generator=generator)
+    cycle = torch.randperm(b, generator=generator, device="cpu")
     partner = torch.empty_like(cycle).scatter_(0, cycle, cycle.roll(1))
-    radius, turn, chance = torch.rand(3, b, generator=generator, dtype=torch.float64)
+    radius, turn, chance = torch.rand(3, b, generator=generator, dtype=torch.float64, device="cpu")
     t = (radius ** (-1 / transform.alpha) - 1).sqrt() * (2 * pi * turn).cos()
     weight = (1 + t.atan().sin()) / 2
-    return {"distance": partner - torch.arange(b), "weight": torch.where(chance < transform.probability, weight, 1.0).float()}
+    distance = partner - torch.arange(b, device="cpu")
+    return {"distance": distance, "weight": torch.where(chance < transform.probability, weight, 1.0).float()}
 
 
 def _partner(random: Random, device: torch.device) -> Tensor:
     """Return the index of the image that each image is mixed with. `random` comes from `_draw_partners`."""
-    return upload(torch.arange(len(random["distance"])) + random["distance"], device)
+    return upload(torch.arange(len(random["distance"]), device="cpu") + random["distance"], device)

@@ -58,7 +58,8 @@ class MultiCrop:
         """Return a list of the views that are made of an image. Each row is (name, number of views, (height, width) in pixels);
         the name is "global" or "local". `image_size` is the size of the original image.
 
-        `image_size` is in pixels: one side, or (height, width).
+        `image_size` is in pixels: one side, or (height, width). A transform of your own that changes the size of the images
+        needs a method `output_size(height, width)`, which returns the new size, as `Warp` has it.
 
         Raises    ValueError if the two global views differ in size, or for an invalid size.
         """
@@ -69,7 +70,7 @@ class MultiCrop:
         def size_after(transforms: tuple[Callable, ...]) -> tuple[int, int]:
             size = start
             for transform in transforms:
-                size = transform.output_size(*size) if isinstance(transform, Warp) else size
+                size = transform.output_size(*size) if hasattr(transform, "output_size") else size
             return size
 
         first, second = size_after(self.first), size_after(self.first if self.second is None else self.second)
@@ -106,16 +107,17 @@ class MultiCrop:
 
 
 Drawn = list[tuple[Callable, Any]]
-"""Transforms, each with its random numbers: a `Random`, or None for a callable that is no `Transform` and draws when called."""
+"""Transforms, each with its random numbers: a `Random`, or None for one that draws when it is called."""
 
 
 def _draw_all(transforms: Sequence[Callable], shape: Sequence[int], generator: Generator) -> Drawn:
     """Return the transforms with random numbers for images of a `shape` (batch, channels, height, width). Transforms that are
-    off are left out.
+    off are left out. A callable that is no `Transform` may change the size of the images, and may return images that must not
+    be overwritten. So it and all after it draw when they are called.
     """
     drawn: Drawn = []
     for transform in transforms:
-        if not isinstance(transform, Transform):
+        if not isinstance(transform, Transform) or (drawn and drawn[-1][1] is None):
             drawn.append((transform, None))
         elif not transform.off:
             drawn.append((transform, transform.draw(shape, generator)))

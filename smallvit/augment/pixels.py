@@ -7,7 +7,7 @@ from math import log
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, ChosenTransform, Random, Transform, check_interval, check_range, upload
+from .batch import ON_CPU, Batch, ChosenTransform, Random, Transform, check_interval, check_range, upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class RandomErasing(Transform):
         return not self.probability
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
-        chance, size, relative_aspect = torch.rand(3, shape[0], generator=generator)
+        chance, size, relative_aspect = torch.rand(3, shape[0], generator=generator, **ON_CPU)
         area = self.area[0] + (self.area[1] - self.area[0]) * size
         longest = (-area.log()).clamp(max=log(self.aspect))
         aspect = ((2 * relative_aspect - 1) * longest).exp()
@@ -95,7 +95,7 @@ class Noise(Transform):
         return not self.std
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
-        return {"noise": torch.randn(*shape, generator=generator)}
+        return {"noise": torch.randn(*shape, generator=generator, **ON_CPU)}
 
     def change(self, batch: Batch, random: Random) -> Batch:
         noise = upload(random["noise"], batch.images.device)
@@ -106,7 +106,7 @@ def draw_rectangles(height: Tensor, width: Tensor, generator: Generator) -> Rand
     """Draw the position of one rectangle in each image. Return its position and size along both axes. `height` and `width` hold
     the sides of each rectangle, as fractions of the sides of the image.
     """
-    top, left = torch.rand(2, len(height), generator=generator)
+    top, left = torch.rand(2, len(height), generator=generator, **ON_CPU)
     return {"height": height, "width": width, "top": top, "left": left}
 
 
@@ -118,7 +118,7 @@ def rectangle_mask(random: Random, images: Tensor) -> Tensor:
     def span(fraction: Tensor, place: Tensor, length: int) -> Tensor:
         size = (fraction * length).round()[:, None]
         start = (place[:, None] * (length - size + 1)).floor()
-        pixel = torch.arange(length)
+        pixel = torch.arange(length, device="cpu")
         return upload((pixel >= start) & (pixel < start + size), images.device).to(images)
 
     rows = span(random["height"], random["top"], images.shape[2])

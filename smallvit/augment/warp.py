@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil, log, radians
 from typing import Literal, NamedTuple
 
@@ -10,7 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from .batch import Batch, Random, Transform, check_interval, check_range, concatenate, height_width, symmetric_uniform, upload
+from .batch import (
+    ON_CPU,
+    Batch,
+    Random,
+    Transform,
+    check_interval,
+    check_range,
+    concatenate,
+    height_width,
+    symmetric_uniform,
+    upload,
+)
 
 
 class Crops(NamedTuple):
@@ -113,14 +124,15 @@ class Warp(Transform):
         crops, _, h, w = shape
         random = {}
         if self.crop != (1, 1):
-            random["area"] = self.crop[0] + (self.crop[1] - self.crop[0]) * torch.rand(crops, generator=generator)
+            smallest, largest = self.crop
+            random["area"] = smallest + (largest - smallest) * torch.rand(crops, generator=generator, **ON_CPU)
             random["aspect"] = symmetric_uniform(crops, generator=generator)
-            uniform = torch.rand if self.aim == "ink" else symmetric_uniform
+            uniform = partial(torch.rand, **ON_CPU) if self.aim == "ink" else symmetric_uniform
             random["place"] = uniform(2, crops, generator=generator).T
         random["moves"] = symmetric_uniform(6, crops, generator=generator).T
         if self.elastic:
             rows, columns = (weights.shape[1] for weights in self.control_weights(h, w, torch.device("cpu")))
-            random["control"] = torch.randn(crops, 2, rows, columns, generator=generator)
+            random["control"] = torch.randn(crops, 2, rows, columns, generator=generator, **ON_CPU)
         return random
 
     def change(self, batch: Batch, random: Random) -> Batch:
@@ -179,14 +191,14 @@ class Warp(Transform):
         to_grid = _grid_scale(*images.shape[2:])
         if self.moves:
             zoom, length = log(1 + self.scale), 2 * self.shift
-            ranges = torch.tensor([radians(self.rotate), radians(self.shear), zoom, zoom, length, length])
+            ranges = torch.tensor([radians(self.rotate), radians(self.shear), zoom, zoom, length, length], **ON_CPU)
             moves = random["moves"].T * ranges[:, None]
             (angle, lean, zoom_x, zoom_y), shift = moves[:4], moves[4:]
             cos, sin, slant = angle.cos(), angle.sin(), lean.tan()
             along_x = torch.stack([cos, sin]) * zoom_x.exp() * to_grid
             along_y = torch.stack([cos * slant - sin, sin * slant + cos]) * zoom_y.exp() * to_grid
         else:
-            along_x, along_y = torch.eye(2)[:, :, None] * to_grid.expand_as(extent)
+            along_x, along_y = torch.eye(2, **ON_CPU)[:, :, None] * to_grid.expand_as(extent)
             shift = torch.zeros_like(extent)
         if "mirrored" in random:
             sign = torch.where(random["mirrored"], -1.0, 1.0)
@@ -199,7 +211,7 @@ class Warp(Transform):
         """
         if self.crop == (1, 1):
             crops = len(random["moves"])
-            return images.new_zeros(2, crops), torch.ones(2, crops)
+            return images.new_zeros(2, crops), torch.ones(2, crops, **ON_CPU)
         area = random["area"]
         aspect = (random["aspect"] * area.log().neg_().clamp_(max=log(self.aspect))).exp_()
         extent = torch.stack([area * aspect, area / aspect]).sqrt_().clamp_(max=1)
@@ -273,7 +285,8 @@ def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
     from 0 to 1 for each pixel to draw: first one pixel of each of the `images`, then a second one of each, and so on.
     """
     h, w = images.shape[2:]
-    ink = images.mean(1).flatten(1).double().cumsum_(1)
+    exact = torch.float32 if images.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
+    ink = images.mean(1).flatten(1).to(exact).cumsum_(1)
     target = uniform.view(-1, len(images)).T * ink[:, -1:]
     index = torch.searchsorted(ink, target.contiguous(), right=True).clamp_(max=h * w - 1)
     return _pixel_centers(h, w, images.device).index_select(1, index.T.flatten())
@@ -284,7 +297,7 @@ def _pixel_centers(h: int, w: int, device: torch.device) -> Tensor:
     """Return the centers (x, y) of the pixels of an image of `h` x `w` pixels, shape (2, pixels), in coordinates from -1 to 1,
     as in torch's `grid_sample`. The pixels are counted row by row.
     """
-    y, x = (((2 * torch.arange(length) + 1 - length) / length) for length in (h, w))
+    y, x = (((2 * torch.arange(length, **ON_CPU) + 1 - length) / length) for length in (h, w))
     return torch.stack([x.repeat(h), y.repeat_interleave(w)]).to(device)
 
 
@@ -294,7 +307,7 @@ def _grid_scale(h: int, w: int) -> Tensor:
     torch's `grid_sample`, which run from -1 to 1 along each axis. The length is given as a multiple of half the shorter side of
     the image.
     """
-    return torch.tensor([[min(h, w) / w], [min(h, w) / h]])
+    return torch.tensor([[min(h, w) / w], [min(h, w) / h]], **ON_CPU)
 
 
 @lru_cache(maxsize=64)
@@ -303,7 +316,7 @@ def _axis_positions(length: int, side: float) -> Tensor:
     axis is 0. `side` is the length of the shorter side of the image in the same pixels. Half of it is the unit, so that both
     axes have the same unit.
     """
-    return (2 * torch.arange(length) + 1 - length) / side
+    return (2 * torch.arange(length, **ON_CPU) + 1 - length) / side
 
 
 @lru_cache(maxsize=64)
@@ -317,6 +330,6 @@ def _control_weights(length: int, side: float, smooth: float, device: torch.devi
     """
     sigma, spacing = 2 * smooth, 3 * smooth
     n = ceil(2 * length / side / spacing) + 2
-    points = spacing * (torch.arange(n) - (n - 1) / 2)
+    points = spacing * (torch.arange(n, **ON_CPU) - (n - 1) / 2)
     weights = torch.exp(-((_axis_positions(length, side)[:, None] - points) ** 2) / (2 * sigma**2))
     return (weights / weights.norm(dim=1, keepdim=True)).to(device)

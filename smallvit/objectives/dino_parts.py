@@ -117,9 +117,10 @@ def image_hashes(images: Tensor) -> Tensor:
     """Return one integer for each image, computed from its pixels, shape (batch,). Equal images get equal integers. By these
     numbers DINO recognizes an image in its memory bank of recent images, so that no image is its own neighbor.
     """
-    flat = images.flatten(1).double()
+    flat = images.flatten(1)
+    flat = (flat.cpu() if flat.device.type == "mps" else flat).double()  # Apple's GPUs have no float64
     sums = (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
-    return sums.view(torch.int64)  # the same bits; a model in half precision keeps integers as they are
+    return sums.view(torch.int64).to(images.device)  # the same bits; a model in half precision keeps integers as they are
 
 
 class PatchTerm(nn.Module):

@@ -99,7 +99,7 @@ class Muon(AdamW):
                     shape = p.shape[-2] // (parts if self.split_qkv else 1), p.shape[-1]
                     hidden[shape].append((p, group, p.grad))
                     p.grad = None  # so that AdamW leaves it out
-        super().step()
+        self.adamw_step()
         for shape, entries in hidden.items():  # in all layers at once: a call takes longer than the numbers of a small matrix
             updates = torch.cat([self.update(self.state[p], gradient).reshape(-1, *shape) for p, _, gradient in entries])
             sizes = [p.numel() // math.prod(shape) for p, *_ in entries]
@@ -108,6 +108,13 @@ class Muon(AdamW):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update.reshape(p.shape), alpha=-group["lr"] * SCALES[self.scale](*shape))
         return loss
+
+    def adamw_step(self):
+        """Take a step of AdamW for all parameters with a gradient, without the hooks of `step`. torch calls these hooks once
+        around the step of this class; it adds them to the method of AdamW too, as soon as an AdamW has been made.
+        """
+        step = torch.optim.AdamW.step
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(self)  # pyright: ignore
 
     def update(self, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
         """Add a gradient to the moving average in the state of a parameter. Return the update before orthogonalization."""

@@ -80,6 +80,7 @@ class SAM(Optimizer):
                 "optimizer; expected this call first, which computes the gradients"
             )
         self.base.step()
+        self.used = False
 
     def two_passes(
         self, backward: Callable[[], Tensor], objective: Any, changed: Sequence[Tensor], members: bool = False

@@ -56,7 +56,7 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
         """
         z = group["params"][index].detach().clone()
         numbers = {name: z.new_zeros((), dtype=number_type(z)) for name in SCALARS}
-        return {"z": z, "exp_avg_sq": torch.zeros_like(z)} | numbers
+        return {"z": z, "exp_avg_sq": torch.zeros_like(z, dtype=number_type(z))} | numbers
 
     def load_state_dict(self, state_dict: dict[str, Any]):
         """Load a state that `state_dict` has returned. Raises ValueError if it has other groups of parameters."""
@@ -66,7 +66,8 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
         for p, number in zip(parameters, numbers):
             if self.state.get(p):  # torch has converted these numbers to the data type of the parameter
                 saved = state_dict["state"][number]
-                self.state[p].update({name: saved[name].to(p.device, number_type(p)) for name in SCALARS})
+                exact = {name: saved[name].to(p.device, number_type(p)) for name in ("exp_avg_sq", *SCALARS)}
+                self.state[p].update({name: value.clone() for name, value in exact.items()})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -106,7 +107,7 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
         roots = each._foreach_div(squares, corrections)
         each._foreach_sqrt_(roots)
         each._foreach_add_(roots, self.eps)
-        d = each._foreach_div(gradients, roots)
+        d = [change.to(p.dtype) for change, p in zip(each._foreach_div(gradients, roots), y)]
         if weight_decay:
             each._foreach_add_(d, y, alpha=weight_decay)
         if shares is not None:
