@@ -94,7 +94,11 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert main(["report", "mine.py", "--publish"]) == 2, "half a recipe was published"
     assert "have not finished" in capsys.readouterr().err
     assert main(["run", "mine.py", "--jobs", "1"]) == 0
-    assert main(["report", "mine.py", "--publish"]) == 0
+    (workdir / "mine.md").write_text("my notes")
+    assert main(["report", "mine.py", "--publish"]) == 2 and (workdir / "mine.md").read_text() == "my notes"
+    assert "mine.md would be replaced, but there is no mine.jsonl of an earlier --publish" in capsys.readouterr().err
+    (workdir / "mine.md").unlink()
+    assert main(["report", "mine.py", "--publish"]) == main(["report", "mine.py", "--publish"]) == 0
     assert len(read_records(workdir / "mine.jsonl")) == 2 * 2 * 5
     assert (workdir / "mine.md").exists() and (workdir / "mine.html").exists()
     assert main(["report", "mine.py", "--disagreements", "+LSA", "scratch"]) == 0
@@ -244,6 +248,14 @@ def test_dry_run_measures_the_steps_as_numerics_says(workdir, monkeypatch, capsy
     for options, time in (([], "3.3 h"), (["--numerics", "kernel=explicit"], "100 min")):
         assert main(["run", "mine.py", "--dry-run", "--jobs", "2", *options]) == 0
         assert f"20 runs, about {time} with 2 worker processes" in capsys.readouterr().out
+
+
+def test_dry_run_refuses_finished_runs_on_other_images_as_the_run_does(workdir, monkeypatch, capsys):
+    assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch", "seed=0", "--jobs", "1"]) == 0
+    monkeypatch.setattr(Record, "has_other_data", lambda *content: True)
+    for options in (["--dry-run"], ["--jobs", "1"]):
+        assert main(["run", "mine.py", *options]) == 2
+        assert "1 runs have finished on other images or labels than digits contains now" in capsys.readouterr().err
 
 
 def test_estimate_is_longer_if_other_programs_use_the_processor(workdir, monkeypatch):

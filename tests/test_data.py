@@ -219,6 +219,8 @@ def images_like_digits(**changes):
         (lambda: images_like_digits(images=torch.zeros(2, 1, 8, 9, dtype=torch.uint8)), r"\(2, 1, 8, 8\), got .* \(2, 1, 8, 9\)"),
         (lambda: images_like_digits(labels=torch.zeros(3, dtype=torch.int64)), "expected uint8 images"),
         (lambda: images_like_digits(labels=torch.zeros(2)), "expected int64 labels"),
+        (lambda: images_like_digits(images=BYTES[:2]), r"got images as an array of NumPy; expected a tensor of torch: torch.from_n"),
+        (lambda: images_like_digits(labels=np.zeros(2, int)), "got labels as an array of NumPy"),
         (lambda: images_like_digits(labels=torch.tensor([-1, 10])), r"labels from 0 to 9, got \[-1, 10\]"),
     ],
 )

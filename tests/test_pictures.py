@@ -320,8 +320,9 @@ def test_confusion_figure_of_all_correct_and_all_wrong_predictions(guess, tmp_pa
         ([2], [0], "got guesses like 2 and 2; expected numbers of classes, 0 to 1"),
         ([0], [-1], "got labels like -1"),
         ([0.5], [0], "got guesses like 0.5"),
+        (["b"], ["a"], r"got guesses like 'b'; expected numbers of classes, 0 to 1, such as classes.index\(name\)"),
     ],
-    ids=["none", "lengths", "above", "below", "fraction"],
+    ids=["none", "lengths", "above", "below", "fraction", "names"],
 )
 def test_wrong_predictions_and_labels_are_refused(guesses, labels, message):
     with pytest.raises(ValueError, match=message):

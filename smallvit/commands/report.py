@@ -112,7 +112,8 @@ def publish(records: Sequence[Record], path: Path, module: ModuleType, out: Path
     """Write the records (results) of all runs of a recipe, and their report, beside the recipe file `path`, to be committed.
     `module` is the loaded recipe, `out` is the folder of all results, and `options` are the arguments of the command line.
 
-    Raises ValueError if a run has not finished. Runs whose external weights are unavailable may be missing, but no baseline.
+    Raises ValueError if a run has not finished, and if a report would replace a file although nothing was published before.
+    Runs whose external weights are unavailable may be missing, but no baseline.
     """
     if options.scale_steps > 1:
         raise ValueError(
@@ -122,6 +123,13 @@ def publish(records: Sequence[Record], path: Path, module: ModuleType, out: Path
     left = sum(not (r.finished or (r.status == "unavailable" and r.role != "baseline")) for r in records)
     if left:
         raise ValueError(f"{left} of {len(records)} runs have not finished; a published report needs all of them")
+    published = path.with_suffix(".jsonl")
+    mine = [path.with_suffix(suffix).name for suffix in (".md", ".html") if path.with_suffix(suffix).exists()]
+    if mine and not published.exists():
+        raise ValueError(
+            f"{' and '.join(mine)} would be replaced, but there is no {published.name} of an earlier --publish, so smallvit "
+            "may not have written it; move it away"
+        )
     records, target = one_picture_per_arm(records), path.with_suffix("")
     write_records(path.with_suffix(".jsonl"), records)
     write_report(path, module, records, target, models=out)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from smallvit.ablation import ArmRun
+from smallvit.data.dataset import current_content
 from smallvit.launch import launch
 from smallvit.launch.autotune import autotune, stack_to_use
 from smallvit.launch.gpus import VISIBLE, cuda_for_auto, gpu_workers
@@ -19,7 +20,7 @@ from smallvit.launch.local import environment_variables
 from smallvit.launch.plan import plan, tokens_left
 from smallvit.launch.ray_engine import RayEngine
 from smallvit.launch.results import Damaged, recall
-from smallvit.launch.scheduler import is_untrained
+from smallvit.launch.scheduler import check_unchanged, is_untrained
 from smallvit.launch.shards import BUSY, divide
 from smallvit.launch.slurm import submit
 from smallvit.looks import Looks, with_looks
@@ -127,15 +128,23 @@ def print_plan(
     are all runs of the recipe, `looks` are its planned numbers of seeds, `out` is the folder of all results, `recipe` is the
     name of the recipe file, `options` are the command-line arguments, `jobs` is the number of worker processes, and
     `numerics` is how training steps are computed.
+
+    Raises ValueError, as the training does, if earlier runs were trained on other images or labels than there are now.
     """
 
-    def ended(entry: ArmRun) -> str | None:
-        record = None
+    def earlier(entry: ArmRun) -> Record | None:
         with suppress(Damaged):
-            record = None if options.smoke else recall(entry, out, recipe)
+            return None if options.smoke else recall(entry, out, recipe)
+        return None
+
+    def ended(entry: ArmRun) -> str | None:
+        record = earlier(entry)
         untrained = is_untrained(record, options.retry)
         return None if record is None or untrained else record.status
 
+    records = [earlier(entry) for entry in runs]
+    for data in dict.fromkeys(entry.run.data for entry in runs) if any(records) else ():
+        check_unchanged(records, data, current_content(data))
     started = time.perf_counter() - options.started
     print(plan(runs, jobs, device_to_measure(options), ended, recipe_runs, started, numerics))
     if faster := [f"--{name}" for name in ("stack", "fast") if getattr(options, name)]:

@@ -15,6 +15,8 @@ NATURAL = {
     "1": "L", "L": "L", "LA": "L", "La": "L", "RGB": "RGB", "P": "RGB", "PA": "RGB", "CMYK": "RGB", "YCbCr": "RGB",
     "LAB": "RGB", "HSV": "RGB", "RGBA": "RGBA", "RGBa": "RGBA",
 }  # fmt: skip
+NO_ALPHA = "save it without transparency, or train with the option channels=4 of the data"  # what to do
+OR_FLOAT = 'pixels="float" of the data keeps the values of all images in a training'
 ORIENTATION = 274  # the number of the EXIF entry that says how a photo was turned
 NEW_SUBFILE_TYPE = 254  # the number of the TIFF tag that says what kind of image a page is
 PREVIEW_OR_MASK = 0b101  # its bits for an image of lower resolution and for a mask
@@ -95,7 +97,7 @@ def _load(source: Any, pixels: str, name: str) -> tuple[Any, bool]:
         return image, several
     if pixels == "uint8":  # converting 16-bit and float images would clip them at 255
         depth = image.mode if image.mode[0] in "IF" else f"{image.mode} with 16 bits a channel"
-        raise ValueError(f'{name} is {depth}: expected 8-bit gray (L), RGB or RGBA; pixels="float" keeps its values')
+        raise ValueError(f'{name} is {depth}: expected 8-bit gray (L), RGB or RGBA; {OR_FLOAT}')
     if image.mode == "F":
         return _check_finite(np.array(image)[..., None], name), several
     if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
@@ -197,7 +199,7 @@ def _fit_bytes(image: Any, size: tuple[int, int] | None, mode: str | None, name:
     image = image.convert("LA") if image.mode == "La" else image  # the only mode to which Pillow converts it
     alpha = {"A", "a"} & {*image.getbands()} or "transparency" in image.info
     if mode != "RGBA" and alpha and np.array(image.convert("RGBA"))[..., 3].min() < 255:
-        raise ValueError(f"{name} is transparent in places, and its background is unknown: use channels=4, or remove the alpha")
+        raise ValueError(f"{name} is transparent in places, and its background is unknown: {NO_ALPHA}")
     converted = image.convert("RGB").convert(mode) if image.mode in ("CMYK", "LAB", "HSV") else image.convert(mode)
     if size is not None:
         converted = converted.resize((size[1], size[0]), Image.Resampling.BICUBIC)
@@ -216,7 +218,7 @@ def fit_floats(values: np.ndarray, size: tuple[int, int] | None, mode: str | Non
     color, alpha = (values[..., :-1], values[..., -1:]) if c in (2, 4) else (values, None)
     mode = mode or {1: "L", 2: "L", 3: "RGB", 4: "RGBA"}[c]
     if mode != "RGBA" and alpha is not None and alpha.min() < 1:
-        raise ValueError(f"{name} is transparent in places, and its background is unknown: use channels=4, or remove the alpha")
+        raise ValueError(f"{name} is transparent in places, and its background is unknown: {NO_ALPHA}")
     if mode == "L" and color.shape[-1] == 3:
         color = (color @ LUMA)[..., None]
     elif mode != "L":
@@ -310,7 +312,7 @@ def _read_dicom(file: Path, pixels: str, name: str) -> Any:
         return Image.fromarray(stored.astype(np.uint8))
     if pixels == "uint8":
         depth = "rescaled values" if has_unit else f"{bits} bits a channel"
-        raise ValueError(f'{name} is a DICOM file with {depth}: expected 8 bits; pixels="float" keeps its values')
+        raise ValueError(f'{name} is a DICOM file with {depth}: expected 8 bits; {OR_FLOAT}')
     values = stored * slope + intercept if has_unit else (stored.astype(np.float64) - low) / (high - low)
     return _check_finite((values[..., None] if values.ndim == 2 else values).astype(np.float32), name)
 

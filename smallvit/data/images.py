@@ -151,6 +151,9 @@ class Images:
     files: tuple[str, ...] | None = None
 
     def __post_init__(self):
+        for name in ("images", "labels"):
+            if type(getattr(self, name)).__module__ == "numpy":
+                raise ValueError(f"got {name} as an array of NumPy; expected a tensor of torch: torch.from_numpy(array)")
         expected, dtype = (len(self.labels), self.spec.channels, *self.spec.size), self.spec.dtype
         if self.images.dtype != getattr(torch, dtype) or self.images.shape != expected:
             raise ValueError(f"expected {dtype} images {expected}, got {self.images.dtype} {tuple(self.images.shape)}")

@@ -206,7 +206,12 @@ def check_classes(name: str, numbers: np.ndarray, classes: Sequence[str]):
     """Raise ValueError unless all `numbers` are valid class indices: integers from 0 to the number of classes - 1. `classes`
     holds the class names. `name` is a text for the error message that says what the numbers are, such as "labels".
     """
-    if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() >= len(classes):
+    if numbers.dtype.kind not in "iu":
+        raise ValueError(
+            f"got {name} like {numbers.reshape(-1)[0].item()!r}; expected numbers of classes, 0 to {len(classes) - 1}, such as "
+            "classes.index(name), or predict_proba(images).argmax(1) of a trained model"
+        )
+    if numbers.min() < 0 or numbers.max() >= len(classes):
         raise ValueError(
             f"got {name} like {numbers.min()} and {numbers.max()}; expected numbers of classes, 0 to {len(classes) - 1}"
         )

@@ -27,6 +27,27 @@ from smallvit.train.publish import tidy
 from .progress import Bar
 from .results import Damaged, Killed, blocked_by, checkpoint_runs, folder, is_interruption, placed, recall, record_failure, tags
 
+ELSEWHERE = "train all runs again in another folder for the results (--out; of smallvit advise: --into)"
+
+
+def check_unchanged(found: Iterable[Record | None], data: Callable, content: tuple[str, tuple[str, ...]] | None):
+    """Raise ValueError if runs have finished on other images, labels or names of classes than a data set has now. `found` are
+    the results of the runs, None for a run without any. The function `data` loads the data set, and `content` is the hash of
+    its content and the names of its classes. Data that cannot be loaded any more (None) are no error.
+    """
+    if content is None:
+        return
+    plain = describe(data)
+    changed = sum(
+        record is not None and record.has_other_data(*content) and canonical(record.run["data"]) == canonical(plain)
+        for record in found
+    )
+    if changed:
+        raise ValueError(
+            f"{changed} runs have finished on other images or labels than {describe_value(plain)} contains now; restore the "
+            f"data, also the names of its classes, or {ELSEWHERE}"
+        )
+
 
 class Task(NamedTuple):
     """A run as it is sent to a worker process (a process that trains runs): its settings as JSON data, its names, its folder,
@@ -99,7 +120,7 @@ class Scheduler:
             self.check_data(data, test_images)
         for data in dict.fromkeys(entry.run.data for entry in self.runs[: self.requested]):
             if data not in needed:
-                self.check_unchanged(data, current_content(data))
+                check_unchanged(self.records, data, current_content(data))
         for start in dict.fromkeys(self.runs[index].run.init for index in todo):
             if isinstance(start, Weights):
                 self.check_weights(start)
@@ -154,28 +175,10 @@ class Scheduler:
         loaded = read_data(data)
         if test_images:
             loaded.check_test_images()
-        self.check_unchanged(data, loaded.content)
+        check_unchanged(self.records, data, loaded.content)
         if loaded.repeats:
             text = f"{loaded.repeats:,} test images of {describe_value(describe(data))} are also training or validation images"
             print(f"note: {text}", file=sys.stderr)
-
-    def check_unchanged(self, data: Callable, content: tuple[str, tuple[str, ...]] | None):
-        """Raise ValueError if runs have finished on other images, labels or names of classes than a data set has now. The
-        function `data` loads the data set, and `content` is the hash of its content and the names of its classes. Data that
-        cannot be loaded any more (None) are no error.
-        """
-        if content is None:
-            return
-        plain = describe(data)
-        changed = sum(
-            record is not None and record.has_other_data(*content) and canonical(record.run["data"]) == canonical(plain)
-            for record in self.records
-        )
-        if changed:
-            raise ValueError(
-                f"{changed} runs have finished on other images or labels than {describe_value(plain)} contains now; restore "
-                "the data, also the names of its classes, or train all runs again in another --out folder"
-            )
 
     def check_weights(self, weights: Weights):
         """Raise ValueError if the file of pretrained weights has been replaced since earlier runs began with it."""
@@ -184,7 +187,7 @@ class Scheduler:
         if changed := sum(record.has_other_weights(sha256) for record in begun):
             raise ValueError(
                 f"{changed} runs have finished that began with another file of the pretrained weights {weights.name} than "
-                "there is now; put the old file back, or train all runs again in another --out folder"
+                f"there is now; put the old file back, or {ELSEWHERE}"
             )
 
     @property

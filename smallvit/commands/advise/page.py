@@ -203,7 +203,8 @@ def division_of_trials(plan: Plan, own_val: bool) -> str:
         f"Options were tried in sets, one set after another, on {part}, with {plan.steps:,} training steps. In each run, "
         f"{val} validation images. The best option of a set was kept for the following sets. The validation score of the "
         "best option is too high, because it is the best of several trials. So the chosen ViT was tested on other "
-        "images. Of options with equal scores, the first one was chosen. The plain ViT and the small CNN were not tuned."
+        "images. Only options that were trained with the most seeds could be chosen; of equal scores, the first one was. "
+        "The plain ViT and the small CNN were not tuned."
     )
 
 
