@@ -313,7 +313,7 @@ def ema_update(pairs: list[tuple[Tensor, Tensor]], weight: float):
     """Update exponential moving averages in place. In each pair of tensors (average, new value), the average moves towards the
     new value by the fraction `weight`. Integer tensors are copied.
     """
-    averaged = [(ema, now.to(ema.dtype)) for ema, now in pairs if ema.is_floating_point()]
+    averaged = [(ema, now if now.dtype == ema.dtype else now.to(ema.dtype)) for ema, now in pairs if ema.is_floating_point()]
     if averaged:
         torch._foreach_lerp_([ema for ema, _ in averaged], [now for _, now in averaged], weight)  # pyright: ignore
     for ema, now in pairs:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.layers import AttentionRope, RelPosBias, RelPosMlp, RotaryEmbeddingCat, RotaryEmbeddingMixed
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
-from toys import assert_close, option_id, randomize, slow_after, tiny_vit
+from toys import assert_close, default_dtype, option_id, randomize, slow_after, tiny_vit
 
 from smallvit import (
     DINO,
@@ -367,12 +367,9 @@ def test_angles_are_computed_in_float32():
 
 
 def test_fixed_frequencies_are_exact_if_they_are_made_while_half_precision_is_the_default():
-    expected, usual = Rotary(2, 16, (14, 14), 0).frequencies, torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    expected = Rotary(2, 16, (14, 14), 0).frequencies
+    with default_dtype(torch.bfloat16):
         found = Rotary(2, 16, (14, 14), 0).frequencies
-    finally:
-        torch.set_default_dtype(usual)
     assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 

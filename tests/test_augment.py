@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from scipy.stats import beta, kstest
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
+from toys import default_dtype
 
 from smallvit import augment
 
@@ -669,16 +670,8 @@ def test_classifier_still_reads_augmented_digits_and_not_mirrored_ones():
 def test_a_default_type_or_device_of_torch_changes_nothing(transform, default):
     side = 20 + [torch.float64, torch.bfloat16, "meta"].index(default)  # not in the caches of earlier tests
     batch = random_batch(c=3, h=side, w=side + 5)
-    usual = torch.get_default_dtype()
-    if default == "meta":
-        with torch.device("meta"):
-            found = augment.apply([transform], batch, seeded())
-    else:
-        torch.set_default_dtype(default)
-        try:
-            found = augment.apply([transform], batch, seeded())
-        finally:
-            torch.set_default_dtype(usual)
+    with torch.device("meta") if default == "meta" else default_dtype(default):
+        found = augment.apply([transform], batch, seeded())
     expected = augment.apply([transform], batch, seeded())
     assert found.images.dtype == torch.float32 and found.images.device.type == "cpu"
     assert torch.equal(found.images, expected.images) and torch.equal(found.targets, expected.targets)

@@ -397,10 +397,10 @@ def test_a_callable_in_a_multicrop_may_return_images_that_must_not_be_overwritte
     kept = torch.rand(8, 3, 32, 32)
     before = kept.clone()
     constant = lambda batch, generator: batch._replace(images=kept)  # noqa: E731
-    views = augment.apply([MultiCrop(first=(constant, Solarize(probability=1.0)))], batch_of(4, 3, 32), seeded()).views
+    views = augment.apply([MultiCrop(first=(constant, Solarize(probability=1.0)))], random_batch(4, 3, 32, 32), seeded()).views
     assert torch.equal(kept, before) and torch.equal(views[0], torch.where(kept >= 0.5, 1 - kept, kept))
     to_rgb = lambda batch, generator: batch._replace(images=batch.images.expand(-1, 3, -1, -1))  # noqa: E731
-    views = augment.apply([MultiCrop(first=(to_rgb, Gray(probability=1.0)))], batch_of(4, 1, 32), seeded()).views
+    views = augment.apply([MultiCrop(first=(to_rgb, Gray(probability=1.0)))], random_batch(4, 1, 32, 32), seeded()).views
     assert views[0].shape == (8, 3, 32, 32)
 
 
@@ -414,8 +414,4 @@ def test_a_callable_in_a_multicrop_may_change_the_size():
 
     half = MultiCrop(first=(Half(), Noise()))
     assert half.table(32) == [("global", 2, (16, 16))]
-    assert augment.apply([half], batch_of(4, 3, 32), seeded()).views[0].shape == (8, 3, 16, 16)
-
-
-def batch_of(count: int, channels: int, side: int) -> Batch:
-    return Batch(torch.rand(count, channels, side, side, generator=seeded()), torch.eye(count))
+    assert augment.apply([half], random_batch(4, 3, 32, 32), seeded()).views[0].shape == (8, 3, 16, 16)

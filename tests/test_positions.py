@@ -12,7 +12,7 @@ from lightly.models.utils import get_2d_sine_cosine_positional_embedding
 from timm.layers import resample_abs_pos_embed
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from torch import nn
-from toys import option_id
+from toys import default_dtype, option_id
 
 from smallvit import (
     Learned,
@@ -88,12 +88,9 @@ def test_half_precision_stays_half(make, dtype):
 
 @pytest.mark.parametrize("make", [SinCos1d, SinCos2d])
 def test_fixed_tables_are_exact_if_they_are_made_while_half_precision_is_the_default(make):
-    expected, usual = make(D, (3, 5), 1).table, torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    expected = make(D, (3, 5), 1).table
+    with default_dtype(torch.bfloat16):
         module = make(D, (3, 5), 1)
-    finally:
-        torch.set_default_dtype(usual)
     assert torch.equal(module.table, expected) and module.table.dtype == torch.float32
 
 

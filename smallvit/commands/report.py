@@ -131,7 +131,7 @@ def publish(records: Sequence[Record], path: Path, module: ModuleType, out: Path
             "may not have written it; move it away"
         )
     records, target = one_picture_per_arm(records), path.with_suffix("")
-    write_records(path.with_suffix(".jsonl"), records)
+    write_records(published, records)
     write_report(path, module, records, target, models=out)
     write_tables(records, target, options)
 

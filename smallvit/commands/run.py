@@ -137,16 +137,17 @@ def print_plan(
             return None if options.smoke else recall(entry, out, recipe)
         return None
 
+    found = {id(entry): earlier(entry) for entry in runs}  # each is read, and its weights are hashed, only once
+
     def ended(entry: ArmRun) -> str | None:
-        record = earlier(entry)
+        record = found[id(entry)] if id(entry) in found else earlier(entry)
         untrained = is_untrained(record, options.retry)
         return None if record is None or untrained else record.status
 
-    records = [earlier(entry) for entry in runs]
-    for data in dict.fromkeys(entry.run.data for entry in runs) if any(records) else ():
-        check_unchanged(records, data, current_content(data))
-    started = time.perf_counter() - options.started
-    print(plan(runs, jobs, device_to_measure(options), ended, recipe_runs, started, numerics))
+    for data in dict.fromkeys(entry.run.data for entry in runs) if any(found.values()) else ():
+        check_unchanged(found.values(), data, current_content(data))
+    elapsed = time.perf_counter() - options.started
+    print(plan(runs, jobs, device_to_measure(options), ended, recipe_runs, elapsed, numerics))
     if faster := [f"--{name}" for name in ("stack", "fast") if getattr(options, name)]:
         print(f"the time is that without {' and '.join(faster)}; the runs may be faster with it")
     elif options.device == "cuda" and chooses_stack(options):

@@ -16,7 +16,7 @@ NATURAL = {
     "LAB": "RGB", "HSV": "RGB", "RGBA": "RGBA", "RGBa": "RGBA",
 }  # fmt: skip
 NO_ALPHA = "save it without transparency, or train with the option channels=4 of the data"  # what to do
-OR_FLOAT = 'pixels="float" of the data keeps the values of all images in a training'
+OR_FLOAT = 'pixels="float", an option of the training data, keeps its values'
 ORIENTATION = 274  # the number of the EXIF entry that says how a photo was turned
 NEW_SUBFILE_TYPE = 254  # the number of the TIFF tag that says what kind of image a page is
 PREVIEW_OR_MASK = 0b101  # its bits for an image of lower resolution and for a mask

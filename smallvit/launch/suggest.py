@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from smallvit.ranges import Range, Tune
+from smallvit.tuning import is_extreme
 
 LOG_RATIO = 10  # a range whose ends have at least this ratio is sampled on a logarithmic scale
 EDGE = 0.1  # a value in the outer tenth of its range, on its scale, lies at the edge
@@ -103,8 +104,7 @@ def at_edge(values: Range, value: Any) -> bool:
     smallest and the largest number.
     """
     if isinstance(values, list):
-        numbers = [one for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
-        return len(numbers) == len(values) >= 3 and value in (min(numbers), max(numbers))
+        return all(type(one) in (int, float) for one in values) and is_extreme(value, values)
     low, high = values
     if is_logarithmic(values):
         return value <= low * (high / low) ** EDGE or value >= high / (high / low) ** EDGE

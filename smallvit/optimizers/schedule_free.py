@@ -66,8 +66,8 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
         for p, number in zip(parameters, numbers):
             if self.state.get(p):  # torch has converted these numbers to the data type of the parameter
                 saved = state_dict["state"][number]
-                exact = {name: saved[name].to(p.device, number_type(p)) for name in ("exp_avg_sq", *SCALARS)}
-                self.state[p].update({name: value.clone() for name, value in exact.items()})
+                exact = "exp_avg_sq", *SCALARS
+                self.state[p].update({name: saved[name].to(p.device, number_type(p), copy=True) for name in exact})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
