@@ -18,7 +18,7 @@ import pytest
 import torch
 from toys import leave_out_figures, slow_after, write_recipe
 
-from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, accuracy, digits, flops, folder, linear_probe
+from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, accuracy, cost, digits, flops, folder, linear_probe
 from smallvit.__main__ import main
 from smallvit.commands import report
 from smallvit.commands.run import EXCLUDED, NEEDED
@@ -225,6 +225,31 @@ def test_estimate_of_a_large_model_scores_few_images(evaluators, monkeypatch):
     assert plan.estimate(run, "cpu") == pytest.approx(60 + 12 * val + expected)
     assert plan.estimate(run.vary(steps=0), "cpu") == pytest.approx(expected)
     assert max(scored) <= 3 * plan.FEW[-1]
+
+
+@pytest.mark.parametrize("slow", [math.inf, 0.001], ids=["small", "large"])
+def test_estimate_does_not_multiply_the_time_of_the_evaluator_cost(slow, monkeypatch):
+    """As if this evaluator took 100 s, and the others 1 s for each image."""
+    clock = [0.0]
+
+    def takes(seconds, *results):
+        clock[0] += seconds
+        return results[0] if results else None
+
+    def evaluate(run, model, subset, test):
+        images = len(subset.val) + len(test.open())
+        takes(images + 100 * (cost in run.evaluators))
+
+    monkeypatch.setattr(flops.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Training, "facts", lambda self: None)
+    monkeypatch.setattr(flops, "footprint", lambda *words: takes(100, {"macs": 1}))
+    monkeypatch.setattr(import_module("smallvit.train.fit"), "evaluate", evaluate)
+    monkeypatch.setattr(plan, "SLOW", slow)
+    monkeypatch.setattr(plan, "TEST_COUNTS", (5, 20))
+    model = partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2)
+    run = Run(model=model, labels=50, steps=0, evaluators=(accuracy, cost))
+    val = len(autotune.begun(run, DEFAULT, "cpu", plan.MOST_STEPS).subset.val)
+    assert plan.estimate(run, "cpu") == pytest.approx(val + len(digits().test.open()) + 2 * 100)
 
 
 def test_estimate_includes_the_start_of_the_command_and_of_the_workers(workdir, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from smallvit.ablation import ArmRun, at_cell, only_baseline, with_dependencies
-from smallvit.components import options
+from smallvit.components import function, options
 from smallvit.data import Dataset, HeldOut
 from smallvit.numerics import DEFAULT, Numerics
 from smallvit.passes import run_count
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # images that are evaluated for the estimate; the time for more is extrapolated
 MOST_TRAIN = 2_000
 TEST_COUNTS = (250, 1_000)
-FEW, SLOW = (4, 16), 0.01  # images that a model scores which needs more than 0.01 seconds for an image
+FEW, SLOW = (4, 32), 0.001  # images that a model scores which needs more than 0.001 seconds for an image
 MOST_STEPS, SECONDS = 500, 1.0  # training steps that are timed at most, and for how long
 
 
@@ -159,6 +159,7 @@ def estimate(run: Run, device: str, numerics: Numerics = DEFAULT) -> float:
     training = begun(run, numerics, device, MOST_STEPS)  # other initial weights would take as long
     of_large_model = seconds_of_large_model(training)
     seconds = of_large_model[1] if of_large_model else evaluation_seconds(training)
+    seconds += cost_seconds(training)
     if not run.steps:
         return seconds
     if of_large_model:
@@ -214,12 +215,12 @@ def slowdown(others: float, jobs: int) -> float:
 def seconds_of_large_model(training: "Training") -> tuple[float, float] | None:
     """Return the estimated times of one validation and of the final evaluation of a training run in seconds, or None if the
     model is so fast that they can be measured. They are computed from the time of a few images, because a ViT-S needs minutes
-    to score a thousand images on a CPU.
+    to score a thousand images on a CPU. The evaluator `cost` is left out.
     """
-    from smallvit.evaluate import accuracy
+    from smallvit.evaluate import declaration
     from smallvit.train.fit import evaluate, load_data
 
-    run, subset, data = training.run, training.subset, load_data(training.run)[0]
+    run, subset, data = without_cost(training.run), training.subset, load_data(training.run)[0]
     train, scored, times = subset.train.take(slice(FEW[-1])), [], []
     for count in FEW:  # the first one also loads or compiles something
         val, test = subset.val.take(slice(count)), data.train.take(slice(count))
@@ -231,13 +232,13 @@ def seconds_of_large_model(training: "Training") -> tuple[float, float] | None:
         scored.append(len(val) + len(test))
         times.append(time.perf_counter() - started)
     each = (times[1] - times[0]) / max(1, scored[1] - scored[0])  # with a handful of images, both are equal
-    probed = len(subset.train) if any(evaluator is not accuracy for evaluator in run.evaluators) else 0
+    probed = len(subset.train) if any(declaration(evaluator).probe for evaluator in run.evaluators) else 0
     return (each * len(subset.val), each * (len(subset.val) + data.test.count + probed)) if each > SLOW else None
 
 
 def evaluation_seconds(training: "Training") -> float:
     """Return the estimated time of the final evaluation of a training run in seconds. The time for counting multiply-adds
-    (MACs) is included.
+    (MACs) is included, and that of the evaluator `cost` is not.
 
     Measured with training images in place of the test images. With many images a part is measured, and the time for the others
     is extrapolated. Returns 0 if a part of the images is not enough for an evaluator.
@@ -245,7 +246,7 @@ def evaluation_seconds(training: "Training") -> float:
     from smallvit.flops import milliseconds
     from smallvit.train.fit import evaluate, load_data
 
-    run, subset, data = training.run, training.subset, load_data(training.run)[0]
+    run, subset, data = without_cost(training.run), training.subset, load_data(training.run)[0]
     all_train, all_test = len(subset.train), data.test.count
     train, (fewer, more) = min(MOST_TRAIN, all_train), (min(count, all_test, len(data.train)) for count in TEST_COUNTS)
 
@@ -262,6 +263,26 @@ def evaluation_seconds(training: "Training") -> float:
         if all_train > train:
             total += max(measured - seconds(train // 2, more), 0) / (train - train // 2) * (all_train - train)
     return total
+
+
+def without_cost(run: Run) -> Run:
+    """Return the run without the evaluator `cost`, whose time does not grow with the number of images."""
+    from smallvit.evaluate import cost
+
+    return replace(run, evaluators=tuple(evaluator for evaluator in run.evaluators if function(evaluator) is not cost))
+
+
+def cost_seconds(training: "Training") -> float:
+    """Return the time of the evaluator `cost` of a training run in seconds, or 0 if the run does not have it. It is measured
+    with training images.
+    """
+    from smallvit.evaluate import Splits, cost
+
+    images, started = training.subset.train, time.perf_counter()
+    for evaluator in training.run.evaluators:
+        if function(evaluator) is cost:
+            list(evaluator(training.model, Splits(images, images, images)))
+    return 2 * (time.perf_counter() - started)  # once with the validation images, and once with the test images
 
 
 def worker_start(device: str) -> float:
