@@ -208,7 +208,7 @@ def seen_tokens(model: ViT, images: Tensor) -> Tensor:
     for block, m in zip(model.blocks, counts):
         pairs.append(torch.stack([m if runs_before_attention(block.reduction) else n, m], dim=1))
         n = m
-    return torch.stack(pairs, dim=1)
+    return torch.stack(pairs, dim=1) if pairs else torch.empty(len(images), 0, 2, dtype=torch.int64)
 
 
 def unreduced(model: Model) -> Model:

@@ -176,6 +176,8 @@ def test_apply_with_several_generators_changes_each_part_as_alone(transforms):
 def test_apply_refuses_parts_of_different_sizes_and_transforms_that_cannot_change_parts():
     batch = Batch(torch.rand(5, 1, 8, 8), torch.eye(5))
     with pytest.raises(ValueError, match="5 images cannot be divided into 2 equal parts"):
+        augment.Flip()(batch, seeded(0), seeded(1))
+    with pytest.raises(ValueError, match="5 images cannot be divided into 2 equal parts"):
         augment.apply(digits(), batch, [seeded(0), seeded(1)])
     with pytest.raises(ValueError, match="cannot change several parts of a batch at once"):
         augment.apply([lambda batch, generator: batch], Batch(torch.rand(4, 1, 8, 8), torch.eye(4)), [seeded(0), seeded(1)])

@@ -171,6 +171,12 @@ def test_small_class_is_named_with_the_largest_possible_subset(seed):
 # Images, DataSpec and HeldOut
 
 
+def test_printed_data_names_no_pixels():
+    digits = data.digits()
+    assert repr(digits.train) == "Images(1,297 of digits, 1 x 8 x 8, 10 classes)"
+    assert f"HeldOut(500 test images, read {digits.test.reads} times)" in repr(digits) and len(repr(digits)) < 1_000 and "tensor" not in repr(digits)
+
+
 def test_images_give_pixels_targets_and_normalized_batches():
     train, index = data.digits().train, torch.tensor([3, 1, 1])
     assert train.pixels().min() == 0 and train.pixels().max() == 1 and train.pixels(index).shape == (3, 1, 8, 8)

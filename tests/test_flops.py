@@ -344,6 +344,7 @@ def test_seen_tokens_counts_blocks_without_a_reduction_too():
     seen = seen_tokens(model, x)
     m = seen[:, -1, 1].tolist()
     assert seen.tolist() == [[[50, 50], [50, k], [k, k], [k, k]] for k in m] and min(m) < 50
+    assert seen_tokens(small(depth=0), x).shape == (2, 0, 2)
 
 
 def test_describe_tokens_gives_the_tokens_after_each_block_and_the_share_of_macs():

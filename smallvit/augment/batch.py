@@ -63,6 +63,8 @@ class Transform:
     def __call__(self, batch: Batch, *generators: Generator) -> Batch:
         """Return the changed batch. With several generators, the batch consists of as many parts of equal size, and each part
         has random numbers of its own generator.
+
+        Raises ValueError for images, targets or generators that do not fit together; see `apply`.
         """
         check_batch(type(self).__name__, batch, generators)
         images = batch.images
@@ -106,6 +108,8 @@ def check_batch(name: str, batch: Any, generators: Sequence[Any]):
         raise ValueError(f"{name} got {got}; expected float32 images b c h w and float targets b k, such as one-hot labels")
     if not generators or not all(isinstance(generator, Generator) for generator in generators):
         raise ValueError(f"{name} got the random number generators {list(generators)!r}; expected torch.Generator()")
+    if len(images) % len(generators):
+        raise ValueError(f"{len(images)} images cannot be divided into {len(generators)} equal parts, one for each generator")
 
 
 def concatenate(draws: Sequence[Random]) -> Random:
@@ -127,10 +131,6 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
         raise ValueError(f"transforms is {transforms!r}; expected several, such as ({type(transforms).__name__}(),)")
     generators: list[Generator] = [*generator] if isinstance(generator, Sequence) else [generator]
     check_batch("apply", batch, generators)
-    if len(batch.images) % len(generators):
-        raise ValueError(
-            f"{len(batch.images)} images cannot be divided into {len(generators)} equal parts, one for each generator"
-        )
     unknown = [transform for transform in transforms if len(generators) > 1 and not changes_parts(transform)]
     if unknown:
         raise ValueError(

@@ -168,6 +168,11 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        """Return the number of images, the name of their data set, their size, and the number of classes."""
+        name, (height, width), classes = self.spec.name, self.spec.size, len(self.spec.classes)
+        return f"Images({len(self):,} of {name}, {self.spec.channels} x {height} x {width}, {classes} classes)"
+
     def pixels(self, index: Index = slice(None), device: Device = None) -> Tensor:
         """Return selected images as float32 pixels in [0, 1], shape (batch, channels, height, width). `index` selects the
         images, by default all. `device` is the torch device of the result.
@@ -306,6 +311,10 @@ class HeldOut:
         """`images` are the test images. `pool` are the images of all folds if the test images are one of several folds."""
         self.__images, self.__pool = images, pool
         self.reads = 0
+
+    def __repr__(self) -> str:
+        """Return the number of test images, and how often they were read."""
+        return f"HeldOut({self.count:,} test images, read {self.reads} times)"
 
     @property
     def sha256(self) -> str:
