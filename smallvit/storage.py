@@ -66,6 +66,8 @@ def write_atomic(path: Path, write: Callable[[Path], object]):
             os.replace(new, path)
         finally:
             with suppress(OSError):
+                os.truncate(new, 0)  # gives its space back also if it is still open, as after an error of torch.save
+            with suppress(OSError):
                 new.unlink()
 
 

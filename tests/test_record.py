@@ -2,6 +2,7 @@
 
 import base64
 import errno
+import gc
 import importlib.util
 import json
 import os
@@ -88,6 +89,7 @@ def tiny_disk(tmp_path):
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a small tmpfs")
     yield disk
+    gc.collect()  # with Python 3.13, a file that torch failed to write is still open
     subprocess.run(["umount", disk], check=True)
 
 
