@@ -131,7 +131,7 @@ def test_models_of_recipes_for_mnist_can_be_built(page, tmp_path, monkeypatch):
             assert models and all(model((28, 28), 1, 10).eval()(torch.zeros(1, 1, 28, 28)).shape == (1, 10) for model in models)
 
 
-SHORT_PAGES = {"README.md", "first_comparison.md", "load_and_predict.md"}
+SHORT_PAGES = {"README.md", "first_comparison.md"}
 
 
 @pytest.mark.parametrize(

@@ -435,6 +435,7 @@ def test_finished_runs_are_not_used_for_images_that_have_changed(tmp_path):
     assert fit(run, tmp_path / "run").finished, "the data are not needed any more"
 
 
+@pytest.mark.slow
 def test_finished_runs_are_not_used_for_classes_with_other_names(tmp_path):
     """The pixels and the numbers of the classes are the same, but a prediction has the old name."""
     top = write_class_folders(tmp_path / "top", count=8)

@@ -241,6 +241,7 @@ def grouped(draw):
 
 @settings(deadline=None, max_examples=60)
 @given(grouped(), st.integers(2, 5), st.integers(0, 30))
+@pytest.mark.slow
 def test_no_group_is_on_both_sides_and_every_fold_has_every_class(case, folds, seed):
     labels, groups, classes = case
     if {*labels} != {*range(classes)}:

@@ -111,16 +111,17 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path, tree: ast.Module):
-    """Yield the full name of every imported module and when it is imported: "load", "call" (of a function) or "type check"."""
-    when = {}
-    for node in ast.walk(tree):
+@functools.cache
+def imports(path: Path) -> list[tuple[str, str]]:
+    """The full name of every module that a file imports, and when: "load", "call" (of a function) or "type check"."""
+    when, found, nodes = {}, [], [*ast.walk(sources()[path])]
+    for node in nodes:
         if isinstance(node, FUNCTIONS):
             when |= dict.fromkeys(map(id, ast.walk(node)), "call")
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             when |= dict.fromkeys(map(id, ast.walk(node)), "type check")
     package = ["smallvit", *path.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -130,8 +131,8 @@ def imports(path: Path, tree: ast.Module):
             names = [f"{base}.{alias.name}" for alias in node.names] if within else [base]
         else:
             continue
-        for name in names:
-            yield name, when.get(id(node), "load")
+        found += [(name, when.get(id(node), "load")) for name in names]
+    return found
 
 
 # Which file may import which
@@ -145,8 +146,8 @@ def test_table_of_imports_names_every_part_and_has_no_cycle():
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_part_imports_only_parts_in_the_table(part):
     seen = 0
-    for path, tree in sources().items():
-        for name, _ in imports(path, tree) if part_of(path) == part else ():
+    for path in sources():
+        for name, _ in imports(path) if part_of(path) == part else ():
             seen += 1
             first, _, rest = name.partition(".")
             target = rest.partition(".")[0]
@@ -162,7 +163,7 @@ def test_files_do_not_import_each_other_in_a_cycle():
         for path in sources()
     }
     needs = {
-        name: {other for other, when in imports(path, sources()[path]) if when != "type check"} & files.keys() - {name}
+        name: {other for other, when in imports(path) if when != "type check"} & files.keys() - {name}
         for name, path in files.items()
     }
     assert len(list(TopologicalSorter(needs).static_order())) == len(files)
@@ -170,8 +171,8 @@ def test_files_do_not_import_each_other_in_a_cycle():
 
 def test_libraries_are_imported_where_they_are_used():
     used = set()
-    for path, tree in sources().items():
-        for name, when in imports(path, tree):
+    for path in sources():
+        for name, when in imports(path):
             library = name.partition(".")[0]
             if library == "smallvit" or library in sys.stdlib_module_names:
                 continue
@@ -204,20 +205,25 @@ EXAMPLES = {
 }
 
 
-def names_in(tree: ast.Module):
-    """Yield every name in the code of a file, also those in strings such as the items of `__all__`, but not in docstrings."""
-    for node in ast.walk(tree):
+FIELDS = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value", ast.ClassDef: "name", ast.FunctionDef: "name"}
+
+
+@functools.cache
+def names_in(path: Path) -> set:
+    """Every name in the code of a file, also those in strings such as the items of `__all__`, but not in docstrings."""
+    names = set()
+    for node in ast.walk(sources()[path]):
         if isinstance(node, ast.alias):
-            yield from (node.name.rpartition(".")[2], node.asname)
-        else:
-            fields = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value", ast.ClassDef: "name", ast.FunctionDef: "name"}
-            yield getattr(node, fields.get(type(node), ""), None)
+            names |= {node.name.rpartition(".")[2], node.asname}
+        elif type(node) in FIELDS:
+            names.add(getattr(node, FIELDS[type(node)]))
+    return names
 
 
 @pytest.mark.parametrize("kind", slow_after(2, EXAMPLES))
 def test_adding_a_technique_touches_few_files(kind):
     name, own, others = EXAMPLES[kind]
-    touched = {path.relative_to(PACKAGE).as_posix() for path, tree in sources().items() if name in names_in(tree)}
+    touched = {path.relative_to(PACKAGE).as_posix() for path in sources() if name in names_in(path)}
     assert touched == {own, *others}
     tests = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
     assert any(re.search(rf"\b{name}\b", text) for text in tests)
@@ -288,10 +294,10 @@ def test_file_or_folder_of_a_slot_works_outside_the_package(slot, tmp_path, monk
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.parametrize("part", ["commands", pytest.param("", marks=pytest.mark.slow)], ids=["commands", "all modules"])
-def test_every_module_can_be_the_first_one_that_is_imported(part):
+@pytest.mark.slow
+def test_every_module_can_be_the_first_one_that_is_imported():
     """Some modules of a circle can be imported only after others; tests that import those first do not notice."""
-    files = sorted(path.relative_to(PACKAGE.parent) for path in (PACKAGE / part).rglob("*.py") if path.stem != "__main__")
+    files = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py") if path.stem != "__main__")
     names = [".".join((path.parent if path.stem == "__init__" else path.with_suffix("")).parts) for path in files]
     done = python(
         "-c",

@@ -479,7 +479,7 @@ def whole_stack(tmp_path_factory) -> tuple[list[Record], list[Path]]:
     return fit_stacked(runs, places), places
 
 
-@pytest.mark.parametrize("moment", slow_but(("first checkpoint", "first record"), MOMENTS))
+@pytest.mark.parametrize("moment", slow_but(("first checkpoint",), MOMENTS))
 def test_stack_killed_at_any_moment_ends_bitwise_equal(moment, tmp_path, monkeypatch, whole_stack):
     runs, places = seeds_of(SHORT, 3, tmp_path)
     with monkeypatch.context() as patch:

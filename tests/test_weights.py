@@ -535,6 +535,7 @@ SHAPE = like(TINY, tokenizer=PATCH4)
 SHORT = Run(data=digits, model=SHAPE, steps=2, batch=4, labels=20, val=20, ema=0.0, lr=1e-4, layer_decay=0.75)
 
 
+@pytest.mark.slow
 def test_run_loads_weights_and_its_record_names_them(files, tmp_path):
     file = files(TINY)[1]
     run = SHORT.vary(init=Weights(name=TINY, file=file))
