@@ -23,7 +23,7 @@ Found     With 4,000 steps and tuned rates, positions learned from N(0, 1) are b
           expected. The small CNN, with fewer parameters and twice the multiply-adds, is above every ViT (98.68%).
 
 Limits    Only the learning rate was tuned; batch size, width and depth are those of `mnist_baseline()`. 2-D sines and no
-          positions were still improving after 4,000 steps (`smallvit report` prints an alarm), so their differences may shrink
+          positions were still improving after 4,000 steps (`smallvit report` prints a warning), so their differences may shrink
           further. There are 8 seeds. Other programs ran beside the training of the tuned arm without positions, which makes
           its seconds too high. The expectation was written before the short runs; none was written before the longer ones. The
           following was measured on the trained weights and is not in the records: the mean cosine similarity of neighboring

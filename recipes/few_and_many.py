@@ -39,7 +39,7 @@ Limits    Only the learning rate was tuned, with trials of a quarter of the step
           seeds. At 10 labels these are 11,188 labelled images, a thousand times as many as a run has. In its short trials at
           10,000 labels FixMatch scored like scratch, so its rate was chosen before it made a difference. It sees the labelled
           digits a sixth as often as six times the steps do. With 10,000 labels the baseline and Muon were still improving at
-          the end (`smallvit report` prints an alarm), so a part of all gains there may be faster learning. Training shows each
+          the end (`smallvit report` prints a warning), so a part of all gains there may be faster learning. Training shows each
           of 10,000 images fewer than eight times. Deformations and mixup make learning slower, so they may bring more in longer
           training, which was not tried. Two seeds share many of their 10,000 training images, for which the intervals are
           widened: the loss without deformations and the gain of shifted patches are shown for these training images only. The

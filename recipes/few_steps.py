@@ -25,7 +25,7 @@ Found     After 100 steps the large ViT is far better than the small one: width 
 
 Limits    Only the learning rate was tuned, with trials of half the steps. For the small ViT these trials, of 50 steps, chose a
           rate of 0.00125. The first version, at 0.005, had a higher mean (see Earlier), so trials of half the steps are a poor
-          guide here. The small ViT, ViT-Ti and width 512 were still improving at the end (`smallvit report` prints an alarm),
+          guide here. The small ViT, ViT-Ti and width 512 were still improving at the end (`smallvit report` prints a warning),
           so the verdicts are about these few steps and not about the models in general. The larger models also differ from the
           small ViT in patches, positions, schedule and weight decay. There are 6 seeds. Verdicts are about new seeds and new
           test images.

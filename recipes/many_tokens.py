@@ -10,7 +10,7 @@ Setup     Data: MNIST with 1,000 labelled digits, 10,000 test images, 6 seeds; 1
           from scratch, the plain way to halve the cost. Every reduction is set to half of the multiply-adds by a closed
           formula; LTMP learns its thresholds for that budget, and nothing else, with AdamW. Each arm with more steps gets 4
           trials to choose a learning rate, on 1,000 validation images; the 1,500 steps before them have the rate 0.004, which
-          was chosen in eight trials with another seed, as was Muon. Cost: 44 runs to choose the rates, 1.7 hours on a CPU core,
+          was chosen in eight trials with another seed, as was Muon. Cost: 42 runs to choose the rates, 1.7 hours on a CPU core,
           and 54 runs to compare, 8 minutes on a GPU that did other work as well (NVIDIA H100).
 
 Expected  Off the shelf, merging costs five points or more and EViT more than that. After as many steps with the reduction as

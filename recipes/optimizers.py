@@ -25,7 +25,7 @@ Found     At 1,000 labels Muon is better than AdamW, by 0.76 points [0.57, 0.96]
           as expected (-0.26 [-0.81, 0.29] and -0.07 [-0.23, 0.09]). The small CNN has the highest mean, 95.86% and 98.63%.
 
 Limits    Only the learning rate was tuned, with trials of a quarter of the steps; a single strength of SAM (rho 0.05) and the
-          default weight decay of 0.05 were used. SAM was still improving at 1,000 labels (`smallvit report` prints an alarm).
+          default weight decay of 0.05 were used. SAM was still improving at 1,000 labels (`smallvit report` prints a warning).
           Muon and AdamW at twice the steps were not compared with each other. A step of Muon computes more than one of AdamW,
           but other programs ran beside the training, so the seconds cannot be compared between arms. Verdicts are about new
           seeds and new test images.

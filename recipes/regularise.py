@@ -36,7 +36,7 @@ Found     Deforming the digits is worth far more than all six regularizers toget
 Limits    Only the learning rate was tuned. The strengths are those of the papers and of timm (0.1 for dropout, stochastic depth
           and label smoothing), and another strength could change the order. There are 6 seeds, few for 36 comparisons. The arms
           with deformations at 100 labels, and deformations with all six at 1,000, were still improving after 2,400 steps
-          (`smallvit report` prints an alarm), so what all six cost them may shrink in longer runs. At 100 labels all arms
+          (`smallvit report` prints a warning), so what all six cost them may shrink in longer runs. At 100 labels all arms
           without deformations are less accurate than a logistic regression on raw pixels. Early stopping uses 1,000 more labels
           than the other arms, for its validation images, which the table counts; this favors it. Other programs ran beside the
           training, so the seconds cannot be compared between arms. Verdicts are about new seeds and new test images.

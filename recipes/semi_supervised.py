@@ -28,7 +28,7 @@ Found     At 100 labels FixMatch is better than supervised training for as long,
 Limits    Only the learning rate was tuned, with trials of a quarter of the steps. So short trials may choose a learning rate
           that is too large for six times the steps, or too small for methods whose targets become useful late. FixMatch was
           published with hundreds of thousands of steps; here it sees the labelled digits only as often as scratch does. Mean
-          teacher and FixMatch with alignment were still improving at 100 labels (`smallvit report` prints an alarm). The
+          teacher and FixMatch with alignment were still improving at 100 labels (`smallvit report` prints a warning). The
           unlabelled digits are of the same kind as the labelled ones, with nearly equal numbers of each class. Other programs
           ran beside the training, so the seconds cannot be compared between arms. Verdicts are about new seeds and new test
           images.

@@ -30,7 +30,7 @@ Found     SPT is better by 1.67 points [0.94, 2.41] at 100 labels, more than the
           together are inconclusive at 1,000 labels (0.28 points [0.09, 0.47]).
 
 Limits    Only the learning rate was tuned; batch size, width and depth are those of `mnist_baseline()`. Some arms were still
-          improving after 2,400 steps (`smallvit report` prints an alarm), so their differences may shrink in longer runs.
+          improving after 2,400 steps (`smallvit report` prints a warning), so their differences may shrink in longer runs.
           There are 8 seeds. 10,000 labels, which the earlier version had, were not run again. Other programs ran beside the
           training, so the seconds cannot be compared between arms. Verdicts are about new seeds and new test images.
 

@@ -29,7 +29,7 @@ Found     At about half the multiply-adds every reduction is worse than its base
 Limits    Chosen on validation images, in some 25 trials of two other seeds with 49 patches: the learning rates, how fast the
           other weights learn in DynamicViT (`backbone`), and the temperature of LTMP. Each kind of arm has one learning rate,
           and the runs are short (500 steps with 196 patches, 1,500 otherwise): seven arms, among them the baseline with 196
-          patches, were still improving at the end (`smallvit report` prints an alarm). So the verdicts are about this setting
+          patches, were still improving at the end (`smallvit report` prints a warning). So the verdicts are about this setting
           and not about the techniques in general. Times are those of a small model on a CPU. There are 8 seeds. Verdicts are
           about new seeds and new test images. The records do not say which images each run got right, so the intervals use an
           upper bound and may be too wide.
