@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -89,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (text, options) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         for option in options.split():
-            command.add_argument(option, help=HELP[option], **SETTINGS.get(option, {}))
+            command.add_argument(option, help=HELP.get(f"{name} {option}", HELP[option]), **SETTINGS.get(option, {}))
     return whole
 
 
@@ -105,17 +106,10 @@ def joined(words: list[str]) -> list[str]:
     return found + [f"--sbatch={' '.join(values)}"] * bool(values)
 
 
-def positive(text: str) -> int:
-    """Return a command-line argument as a whole number of at least 1. Raises argparse.ArgumentTypeError for any other text."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, at least 1")
-    return int(text)
-
-
-def seed(text: str) -> int:
-    """Return a command-line argument as a random seed, at least 0. Raises argparse.ArgumentTypeError for any other text."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, at least 0")
+def whole_number(text: str, least: int = 1) -> int:
+    """Return a command-line argument as a whole number, or raise argparse.ArgumentTypeError if it is none, or too small."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number, at least {least}")
     return int(text)
 
 
@@ -192,7 +186,8 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
         "model --arm --image --channels",
     ),
 }
-HELP = {
+NUMERICS = "precision=fp32|bf16  kernel=rule|explicit|fused|native  compiled=yes|no"
+HELP = {  # of an option in all commands, or of "COMMAND OPTION"
     "recipe": "the name of a recipe (see smallvit list) or the path of a recipe file",
     "--out": "folder in which the runs are stored (default: ./runs)",
     "--scale-steps": "multiply the training steps of every run by N; these runs are stored in a folder of their own",
@@ -205,8 +200,8 @@ HELP = {
     "the size of the models); in a cross-validation N runs of any folds, best a multiple of the number of folds",
     "--fast": "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this "
     "machine; the choice is stored for the next time",
-    "--numerics": "how training steps are computed; --fast does not change what is given here (verify: as in the record): "
-    "precision=fp32|bf16  kernel=rule|explicit|fused|native  compiled=yes|no",
+    "--numerics": f"how training steps are computed; --fast does not change what is given here: {NUMERICS}",
+    "verify --numerics": f"how training steps are computed (default: as in the record): {NUMERICS}",
     "--only": "only some runs: arm=+SPT,+LSA  labels=100,1000  seed=0-3  (arm=references selects all references)  "
     "length=2000  settings=tuned|common  pass=0 (of a cross-validation)",
     "--shard": "train part I of N independent parts of the runs, such as 3/64, for example in a job of a cluster; no report",
@@ -227,8 +222,10 @@ HELP = {
     "--latex": "also write the main results as a LaTeX table: report.tex beside the report, or FILE; - prints it",
     "--mistakes": "also list and draw the test images that an arm gets wrong most often, with its trained models",
     "--publish": "write the records and the report beside the recipe file, to be committed",
-    "--seeds": "number of seeds of each arm: committed ones to train again (verify), or new ones (explore); default: 1",
-    "--labels": "number of labels of these runs; all: all training images (default: the only one; verify: the smallest)",
+    "--seeds": "number of new seeds of each arm (default: 1)",
+    "verify --seeds": "number of committed seeds of each arm that are trained again (default: 1)",
+    "--labels": "number of labels with which the model was trained, or all (default: the only one)",
+    "verify --labels": "number of labels of the runs that are trained again, or all (default: the smallest)",
     "name": "the recipe file to write, such as cells.py (default: the name of the folder of images)",
     "--data": "folder of images: <class>/*.png, or train/<class>/*.png and test/<class>/*.png",
     "--size": "side to which images are resized, in pixels, about (default: small ones keep theirs, others get about 48)",
@@ -259,7 +256,7 @@ HELP = {
     "--channels": "channels of the image (default: those of the model)",
 }
 TABLE = {"nargs": "?", "const": "", "metavar": "FILE"}
-NUMBER = {"type": positive, "metavar": "N"}
+NUMBER = {"type": whole_number, "metavar": "N"}
 SETTINGS = {  # how an option is parsed; an option that is not listed takes one text
     "--out": {"default": "runs"},
     "--scale-steps": NUMBER | {"default": 1},
@@ -285,7 +282,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--seeds": NUMBER | {"default": 1},
     "images": {"nargs": "+"},
     "-o": {"dest": "output", "metavar": "FILE.csv"},
-    "--seed": {"type": seed, "metavar": "N"},
+    "--seed": {"type": partial(whole_number, least=0), "metavar": "N"},
     **{side: NUMBER | {"metavar": "PIXELS"} for side in ("--image", "--size")},
     "name": {"nargs": "?"},
     "--data": {"required": True, "metavar": "DIR"},

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     module = load_recipe(path)
     if any(e.tune is not None for e in module.RUNS) and all(e.tuning is None for e in module.RUNS):
         tune = command_text("tune", options.recipe, Path(options.out))
-        advice = f"run `{tune}` first; only the common settings are trained now"
+        advice = f"run `{tune}` first; now all arms are trained with the settings in the file"
         print(f"note: the recipe declares tuning; {advice}", file=sys.stderr)
     if note := untuned_note(module.RUNS, options.recipe, options.out):
         print(note, file=sys.stderr)
