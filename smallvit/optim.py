@@ -25,7 +25,7 @@ def decay_groups(
     has the rate of the last block. A group also says whether its parameters decay ("decays"), and how many matrices inside a
     block each of them holds ("parts", see `hidden_matrices`).
 
-    Raises   ValueError for `layer_decay` with a model that has no blocks.
+    Raises   ValueError for `layer_decay` with a model that has no parts `blocks` and `tokenizer` as a `ViT` has them.
     """
     if not hasattr(objective, "learning_rates"):
         raise ValueError(f"got a {type(objective).__name__}; expected an objective, such as Supervised(model)")
@@ -245,12 +245,12 @@ def distances_to_head(model: Any) -> dict[int, int]:
     """Return a dict from `id(parameter)` to the distance of the parameter from the head of the model, counted in blocks. The
     last block has distance 1, the block before it 2, and so on.
 
-    Raises ValueError for a model without blocks.
+    Raises ValueError for a model that has no parts `blocks` and `tokenizer` as a `ViT` has them.
     """
-    if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
+    if not (isinstance(getattr(model, "blocks", None), nn.ModuleList) and hasattr(model, "tokenizer")):
         raise ValueError(
-            f"layer_decay needs the blocks of a ViT and {type(model).__name__} has none; use a ViT (from_timm makes one of a "
-            "timm model), or layer_decay=None"
+            f"layer_decay needs the tokenizer and the blocks of a ViT, and {type(model).__name__} does not have them; use a "
+            "ViT (from_timm makes one of a timm model), or layer_decay=None"
         )
     last, distances = len(model.blocks), {}
     for index, block in enumerate(model.blocks):

@@ -119,7 +119,8 @@ class ShiftedPatchEmbed(nn.Module):
         return torch.cat([x] + [padded[..., s - dy : s - dy + h, s - dx : s - dx + w] for dy, dx in self.offsets], dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_images(x, self.channels, self.proj.weight.dtype)
+        weight = self.proj.weight
+        check_images(x, self.channels, weight.dtype if isinstance(weight, Tensor) else x.dtype)  # a method in quantized layers
         self.grid(x.shape[-2:])
         patches = rearrange(self.shifted(x), "b c (r p) (s q) -> b (r s) (c p q)", p=self.patch, q=self.patch)
         return self.proj(self.norm(patches))
@@ -143,8 +144,8 @@ class Resized(nn.Module):
         super().__init__()
         if interpolation not in ("bicubic", "bilinear"):
             raise ValueError(f"interpolation is {interpolation!r}; expected 'bicubic' or 'bilinear'")
-        if size < 1:
-            raise ValueError(f"size is {size}; expected a side in pixels, at least 1")
+        if not is_count(size):
+            raise ValueError(f"size is {size!r}; expected a side in pixels, a whole number of at least 1")
         self.channels, self.size, self.interpolation = channels, size, interpolation
         self.tokenizer = tokenizer((size, size), channels, dim)
 
@@ -176,8 +177,8 @@ class ConvStem(nn.Module):
 
     def __init__(self, image: Image, channels: int, dim: int, *, layers: int = 3):
         super().__init__()
-        if layers < 1:
-            raise ValueError(f"layers is {layers}; expected at least 1")
+        if not is_count(layers):
+            raise ValueError(f"layers is {layers!r}; expected a whole number of at least 1")
         self.channels = channels
         widths = [channels] + [max(8, dim >> (layers - 1 - i)) for i in range(layers)]
         self.layers = nn.Sequential()
@@ -218,8 +219,8 @@ class ConvTokenizer(nn.Module):
 
     def __init__(self, image: Image, channels: int, dim: int, *, kernel: int = 3, layers: int = 2, hidden: int = 64):
         super().__init__()
-        if kernel < 1 or layers < 1:
-            raise ValueError(f"kernel {kernel}, layers {layers}: expected both to be at least 1")
+        if not (is_count(kernel) and is_count(layers)):
+            raise ValueError(f"kernel {kernel!r}, layers {layers!r}: expected both to be at least 1, as whole numbers")
         self.channels, self.stride = channels, max(1, kernel // 2 - 1)
         self.kernel, self.padding = kernel, max(1, kernel // 2)
         widths = [channels] + [hidden] * (layers - 1) + [dim]
@@ -273,6 +274,11 @@ def check_pair(image: Any) -> Image:
     if not isinstance(image, tuple | list) or len(image) != 2:
         raise ValueError(f"image is {image!r}; expected (height, width) in pixels, such as (28, 28)")
     return image
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number of at least 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
 
 
 def check_side(patch: Any):

@@ -224,6 +224,7 @@ def test_a_run_has_collapse_statistics_and_probes(tmp_path):
     "call, message",
     [
         (lambda: LeJEPA(VIT())(make_batch()._replace(views=()), 0.0), r"compares views .* use augment=augment\.digit_crops"),
+        (lambda: LeJEPA(VIT())(make_batch(local=1)._replace(views=torch.randn(2, 6, 1, 8, 8).unbind()), 0.0), r"tensors of \[6, 6\] images for a batch of 6; expected 12"),
         (lambda: LeJEPA(VIT(pool=DistilledTokens)), "has no features.* one linear head"),
         (lambda: LeJEPA(VIT(), weight=1.5), "weight is 1.5; expected a number from 0 to 1"),
         (lambda: LeJEPA(VIT(), weight=math.nan), "weight is nan"),

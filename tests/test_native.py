@@ -500,7 +500,7 @@ def test_tokens_are_merged_as_by_pytorch(images, patches, prefix, r, key_width, 
     merge = Merge(LayerContext(0, 1, 32, prefix, prefix > 0, patches), r=r)
     n = prefix + patches
     x, keys = torch.randn(images, n, 32, requires_grad=True), torch.randn(images, n, key_width)
-    size = torch.randint(1, 5, (images, n)).float() if sized else None
+    size = torch.randint(0, 5, (images, n)).float() if sized else None
     expected, expected_size = merge(x, size, lambda: keys)
     direction, before = torch.randn_like(expected), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -514,7 +514,7 @@ def test_tokens_are_merged_as_by_pytorch(images, patches, prefix, r, key_width, 
     torch.testing.assert_close(d_x, d_expected, rtol=0, atol=2e-6)
     whole = torch.zeros_like(out).scatter_add(1, place[..., None].expand_as(x), x * share[..., None])
     torch.testing.assert_close(whole, expected, rtol=0, atol=2e-6)
-    alone = share == 1
+    alone = torch.zeros_like(new_size).scatter_add(1, place, torch.ones(images, n)).gather(1, place) == 1
     assert torch.equal(out.gather(1, place[..., None].expand_as(x))[alone], x[alone])
 
 

@@ -281,6 +281,8 @@ def test_weights_of_another_network_are_refused():
         (dict(attn_layer=timm_attention(partial(LocalityAttention, temperature="fixed"))), "TimmLocalityAttention"),
         (dict(embed_layer=timm_tokenizer(ShiftedPatchEmbed)), "ShiftedPatchEmbed"),
         (dict(proj_bias=False), "projections without bias"),
+        (dict(norm_layer=partial(nn.LayerNorm, eps=1e-6, bias=False)), "norms without weight or bias"),
+        (dict(norm_layer=partial(nn.LayerNorm, eps=1e-6, elementwise_affine=False)), "norms without weight or bias"),
         (dict(patch_size=(7, 14)), "patches that are not square"),
         (dict(depth=0), "no blocks"),
     ],
@@ -296,6 +298,14 @@ def test_from_timm_refuses_blocks_that_differ_from_the_first():
     from_timm(theirs)  # the rates of stochastic depth differ, and are not copied
     theirs.blocks[2].attn.scale *= 2
     with pytest.raises(ValueError, match="this timm model has blocks that are not all alike, which a ViT does not"):
+        from_timm(theirs)
+
+
+def test_from_timm_refuses_mlps_without_bias():
+    theirs = TIMM()
+    for block in theirs.blocks:
+        block.mlp.fc1 = nn.Linear(block.mlp.fc1.in_features, block.mlp.fc1.out_features, bias=False)
+    with pytest.raises(ValueError, match="this timm model has projections without bias, which a ViT does not"):
         from_timm(theirs)
 
 
@@ -689,6 +699,13 @@ LSA = dict(attn_layer=timm_attention(LocalityAttention))
 MIXED = partial(TIMM, embed_layer=timm_tokenizer(PatchEmbed), **LSA)
 
 
+class Doubled(nn.LayerNorm):
+    """A norm that computes something else than its base class."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -701,6 +718,8 @@ MIXED = partial(TIMM, embed_layer=timm_tokenizer(PatchEmbed), **LSA)
         (lambda: TIMM(**IN_TIMM, proj_bias=False), "timm asks Attention for proj_bias=False"),
         (lambda: TIMM(**IN_TIMM, qk_norm=True, norm_layer=RmsNorm), "timm asks Attention for qk_norm"),
         (lambda: TIMM(**IN_TIMM, qk_norm=True, norm_layer=partial(LayerNorm, eps=1e-5)), "timm asks Attention for qk_norm"),
+        (lambda: TIMM(**IN_TIMM, qk_norm=True, norm_layer=partial(Doubled, eps=1e-6)), "timm asks Attention for qk_norm"),
+        (lambda: TIMM(**IN_TIMM, qk_norm=True, norm_layer=partial(nn.LayerNorm, eps=1e-6, bias=False)), "Attention for qk_norm"),
         (lambda: TIMM(**LSA, qk_norm=True), "timm asks LocalityAttention for qk_norm"),
         (lambda: TIMM(**IN_TIMM, pre_norm=True), "timm asks PatchEmbed for bias=False"),
         (lambda: TIMM(**IN_TIMM, embed_norm_layer=LayerNorm), "timm asks PatchEmbed for norm_layer"),

@@ -121,6 +121,23 @@ def test_pruners_return_a_subset_of_the_tokens(make):
 # The off setting
 
 
+@on
+def test_removed_tokens_stay_removed(make):
+    """Tokens of size 0, all equal as padding is, come in; attention and pools ignore those that go out."""
+    module, x, key, saliency = module_and_inputs(make, patches=8, prefix=1, seed=0)
+    size = torch.tensor([[1.0, 2, 1, 1, 0, 1, 0, 0, 0]]).double().expand(2, -1)
+    x[size == 0], attention = 0.0, Attention(6, 2).double()
+    keys, rows = key().masked_fill(size[..., None] == 0, 1.0), saliency() * (size > 0)
+    y, left = call(module, x, size, lambda: keys, lambda queries=None: rows)
+    assert y.isfinite().all() and (left >= 0).all() and (left.sum(1) <= size.sum(1)).all()
+    assert attention(y, left).x.isfinite().all()
+    for tokens, sizes in zip(y, left):
+        assert tokens[sizes > 0].abs().sum(1).min() > 0, "a removed token came back"
+    if make.func in (Prune, LearnedPrune):
+        fused = make.func is Prune and make.keywords.get("fuse") != "none"
+        assert ((left > 0).sum(1) >= min(5, left.shape[1] - fused)).all(), "a removed token took the place of a present one"
+
+
 @off
 @pytest.mark.parametrize("attention", [Attention, LocalityAttention])
 @pytest.mark.parametrize("pool", slow_after(1, [ClassToken, MeanTokens, SequencePool]))

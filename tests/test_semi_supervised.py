@@ -522,6 +522,11 @@ def test_batch_without_views_and_alignment_without_class_sizes_are_refused():
         make()(make_batch()._replace(views=(torch.zeros(12, 1, 4, 4),) * 2), 0.0)
     with pytest.raises(ValueError, match="call set_class_counts"):
         partial(FIXMATCH, align=True)(tiny_vit((8, 8)))(make_batch(), 0.0)
+    trained, new = make(align=True), partial(FIXMATCH, align=True)(tiny_vit((8, 8)))
+    with pytest.raises(ValueError, match=r"mean prediction \(align=True\); call set_class_counts\(counts\) before"):
+        new.load_state_dict(trained.state_dict())
+    new.set_class_counts(torch.ones(5))
+    new.load_state_dict(trained.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 from functools import partial
 from itertools import product
 from math import ceil
@@ -338,17 +339,29 @@ SPT, resized = partial(ShiftedPatchEmbed, patch=4), partial(Resized, (8, 12), 3,
         (lambda: PatchEmbed((8, 8), 1, D, patch=4, kernel=8, linear=True), "without overlap; expected kernel=4, got 8"),
         (lambda: ShiftedPatchEmbed((8, 8), 1, D, patch=1), "half of a patch of 1 pixel .* patch >= 2, or shift='none'"),
         (lambda: SPT((8, 8), 1, D, shift="half"), "shift is 'half'; expected one of 'half-patch diagonal', '1px cardinal', 'none'"),
-        (lambda: ConvStem((8, 8), 1, D, layers=0), "layers is 0; expected at least 1"),
+        (lambda: ConvStem((8, 8), 1, D, layers=0), "layers is 0; expected a whole number of at least 1"),
+        (lambda: ConvStem((8, 8), 1, D, layers=2.0), "layers is 2.0; expected a whole number of at least 1"),
         (lambda: ConvTokenizer((8, 8), 1, D, kernel=0), "kernel 0, layers 2: expected both to be at least 1"),
+        (lambda: ConvTokenizer((8, 8), 1, D, layers=True), "kernel 3, layers True: expected both to be at least 1"),
         (lambda: ConvTokenizer((8, 0), 1, D), "image 8 x 0 leaves no token after 2 layers of kernel 3"),
         (lambda: resized(size=16, interpolation="nearest"), "interpolation is 'nearest'; expected 'bicubic' or 'bilinear'"),
         (lambda: resized(size=0), "size is 0; expected"),
+        (lambda: resized(size=16.0), "size is 16.0; expected a side in pixels, a whole number"),
         (lambda: resized(size=18), "patches of 4 pixels do not tile an image of 18 x 18"),
     ],
 )
 def test_bad_input_is_refused(wrong, key_words):
     with pytest.raises(ValueError, match=key_words):
         wrong()
+
+
+@pytest.mark.parametrize("make", EVERY, ids=option_id)
+def test_linear_layers_can_be_quantized(make):
+    tokenizer, x = make((8, 8), 3, D).eval(), torch.randn(2, 3, 8, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        quantized = torch.ao.quantization.quantize_dynamic(tokenizer, {nn.Linear}, dtype=torch.qint8)
+    torch.testing.assert_close(quantized(x), tokenizer(x), rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize("make", [*EVERY, partial(Resized, tokenizer=EVERY[0], size=8)], ids=option_id)

@@ -1085,8 +1085,9 @@ static void merge_image(const Merging& m, long image, const MergingScratch& t) {
   // token.
   for (long i = 0; i < m.pairs; i++) {
     const long from = first_source + 2 * t.order[i], target = first_target + 2 * t.match[t.order[i]];
-    share[from] = size_of(from) / new_size[place[from]];
-    share[target] = size_of(target) / new_size[place[from]];
+    const float total = new_size[place[from]];  // 0 if both tokens were removed before: then the target stays as it is
+    share[from] = total > 0 ? size_of(from) / total : 0.f;
+    share[target] = total > 0 ? size_of(target) / total : 1.f;
     const float *source = x + from * d, *start = x + target * d, part = share[from];
     float* to = out + place[from] * d;
     for (long j = 0; j < d; j += LANES) store(to + j, load(to + j) + (load(source + j) - load(start + j)) * part);

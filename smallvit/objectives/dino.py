@@ -16,7 +16,7 @@ from smallvit.vit import ViT, check_integers
 from .collapse import Observation
 from .dino_parts import NeighbourBank, PatchTerm, image_hashes, projection_head, student_and_teacher
 from .mae import grid_and_patch
-from .objective import as_float32, check_option_range
+from .objective import as_float32, check_option_range, check_views
 from .teacher import TeacherObjective
 
 
@@ -158,10 +158,9 @@ class DINO(TeacherObjective):
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the self-distillation loss of a batch under the key "loss". `progress` is the finished fraction of
-        the training run, from 0 to 1. Raise ValueError if the batch has no augmented views of its images.
+        the training run, from 0 to 1. Raise ValueError if the batch does not have two global views of each image.
         """
-        if not batch.views:
-            raise ValueError("DINO compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
+        check_views("DINO", batch)
         b = len(batch.images)
         self.last_layer_is_frozen = progress < self.freeze
         hidden = None

@@ -8,7 +8,7 @@ from smallvit.vit import check_integers
 
 from .collapse import Observation
 from .dino import feature_width
-from .objective import Objective, as_float32, check_option_range
+from .objective import Objective, as_float32, check_option_range, check_views
 
 KNOTS, T_MAX = 17, 3.0  # frequencies at which the characteristic function is compared, and the largest one
 
@@ -64,10 +64,9 @@ class LeJEPA(Objective):
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the loss of a batch under the key "loss", and its two terms without their weights under the keys
         "invariance" and "sigreg" (absent if its weight is 0). `progress` is the finished fraction of the training run, from 0
-        to 1. Raise ValueError if the batch has no augmented views of its images.
+        to 1. Raise ValueError if the batch does not have two global views of each image.
         """
-        if not batch.views:
-            raise ValueError("LeJEPA compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
+        check_views("LeJEPA", batch)
         directions = self.draw_directions() if self.weight else None  # the first random draw of a step
         b, features = len(batch.images), [self.model.features(views) for views in batch.views]
         outputs = as_float32(self.projector(torch.cat(features))).unflatten(0, (-1, b))

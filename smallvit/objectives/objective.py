@@ -196,6 +196,20 @@ def check_batch(name: str, batch: Any):
         )
 
 
+def check_views(name: str, batch: Batch):
+    """Raise ValueError unless the batch has views of its images for the objective with this `name`, in the form that
+    `MultiCrop` gives them: two global views of each image in the first tensor, and whole sets of smaller views in the others.
+    """
+    if not batch.views:
+        raise ValueError(f"{name} compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
+    images, counts = len(batch.images), [len(views) for views in batch.views]
+    if counts[0] != 2 * images or any(count % images for count in counts):
+        raise ValueError(
+            f"{name} got views in tensors of {counts} images for a batch of {images}; expected {2 * images} in the first one, "
+            "two global views of each image, and a multiple of the batch in the others; torch.cat joins views of one size"
+        )
+
+
 def check_option_range(**options: tuple[float, float, float]):
     """Raise ValueError unless all given options are numbers in their range. Each keyword argument is the name of an option with
     (its value, the lowest allowed number, the highest allowed number).

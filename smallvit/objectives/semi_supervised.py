@@ -143,6 +143,12 @@ class SemiSupervised(Objective):
             self.register_buffer("class_shares", counts.float() / counts.sum(), persistent=False)
             self.register_buffer("mean_prediction", torch.zeros_like(self.class_shares))
 
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        """Load the tensors of this module. Raise ValueError for those of distribution alignment before they are created."""
+        if f"{prefix}mean_prediction" in state_dict and not hasattr(self, "mean_prediction"):
+            raise ValueError("the state has a mean prediction (align=True); call set_class_counts(counts) before you load it")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
     @cached_property
     def scheduled_modules(self) -> list[Any]:
         """Return a list of the modules of the model and of the teacher whose behavior changes during the training run."""

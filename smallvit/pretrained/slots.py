@@ -74,7 +74,7 @@ def attention_class(attention: Callable) -> Any:
             **others,
         ):
             norm = norm_layer(1) if norm_layer else nn.LayerNorm(1, eps=1e-6)
-            fits = takes_norm and isinstance(norm, nn.LayerNorm) and norm.eps == 1e-6
+            fits = takes_norm and is_plain_norm(norm)
             refuse_options(slot, others | {"qk_norm": qk_norm and not fits, "proj_bias=False": not proj_bias})
             timms = {"qkv_bias": qkv_bias, "dropout": attn_drop} | ({"qk_norm": True} if qk_norm else {})
             super().__init__(dim, num_heads, **timms | options)
@@ -98,6 +98,13 @@ def attention_class(attention: Callable) -> Any:
 
     TimmAttention.__name__ = TimmAttention.__qualname__ = f"Timm{slot.__name__}"
     return TimmAttention
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """Return whether a norm computes what `nn.LayerNorm` with weight, bias and epsilon 1e-6 computes."""
+    from timm.layers import LayerNorm
+
+    return type(norm) in (nn.LayerNorm, LayerNorm) and norm.eps == 1e-6 and norm.weight is not None and norm.bias is not None
 
 
 class FixedPlaces(NamedTuple):

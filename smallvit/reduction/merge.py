@@ -97,7 +97,8 @@ class Merge(nn.Module):
         x, moved = x.index_select(0, remaining), x.index_select(0, merged)
         size = size.index_select(0, remaining).index_add(0, match, mass)
         # the mean is computed as a step towards the merged token, so that tokens without a merge stay bit for bit the same
-        share = (mass / size.index_select(0, match)).to(x.dtype)
+        total = size.index_select(0, match)
+        share = (mass / total.clamp_min(torch.finfo(total.dtype).tiny)).to(x.dtype)  # 0 for two removed tokens, of size 0
         step = (moved - x.index_select(0, match)) * share[:, None]
         x = x.index_add(0, match, step) if torch.is_grad_enabled() else x.index_add_(0, match, step)
         return x.unflatten(0, (b, n - r)), size.unflatten(0, (b, n - r))

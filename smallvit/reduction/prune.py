@@ -97,7 +97,7 @@ class Prune(nn.Module):
             tokens.append(weight[:, None] @ gather_tokens(x, dropped))
             if size is not None:
                 fused = gather_tokens(size, dropped).sum(1, keepdim=True)
-                sizes.append(fused if self.fuse == "mean" else torch.ones_like(fused))
+                sizes.append(fused if self.fuse == "mean" else (fused > 0).to(fused.dtype))  # 0 if all were removed before
         return torch.cat(tokens, dim=1), torch.cat(sizes, dim=1) if sizes else None
 
 
