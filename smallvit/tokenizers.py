@@ -278,7 +278,7 @@ def check_pair(image: Any) -> Image:
 
 def is_count(value: Any) -> bool:
     """Return whether a value is a whole number of at least 1."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check_side(patch: Any):

@@ -33,6 +33,7 @@ from smallvit import (
     load,
 )
 from smallvit.data import Dataset
+from smallvit.deploy.classifier import on_all_images
 
 vit = partial(ViT, block=partial(Block, mlp_ratio=2.0), dim=16, depth=1, heads=2)
 TABLE = Run(model=partial(vit, tokenizer=partial(PatchEmbed, patch=1)), steps=20, batch=32, lr=0.02, ema=0.0)
@@ -232,6 +233,16 @@ def test_random_state_is_the_seed(digits):
     assert np.array_equal(two, predicted(run=DIGITS.at_seed(2)))
     drawn = [predicted(random_state=np.random.RandomState(0)) for _ in range(2)]
     assert np.array_equal(*drawn) and not np.array_equal(one, drawn[0])
+
+
+def test_earlier_runs_leave_out_the_validation_images_of_early_stopping():
+    """An earlier run that had learned their labels would make the accuracy on them too high."""
+    pretraining = DIGITS.vary(seed=5)
+    arm = DIGITS.vary(init=pretraining.vary(init=pretraining), early_stop=1, val=20)
+    run = on_all_images(arm)
+    assert run.val == run.init.val == run.init.init.val == 20 and run.seed == run.init.seed == run.init.init.seed
+    without = on_all_images(arm.vary(early_stop=0))
+    assert without.val == without.init.val == 0
 
 
 def test_arm_with_pretraining_teacher_and_early_stopping(digits):

@@ -51,7 +51,7 @@ from smallvit.optimizers.muon import COEFFICIENTS, orthogonalize
 from smallvit.record import WEIGHTS
 from smallvit.train import fit_stacked, loop
 from smallvit.train.parallel import check_divisible
-from smallvit.train.stack import Stack
+from smallvit.train.stack import NotStackable, Stack
 from smallvit.tuning import arm_ranges
 
 SHORT = Run(model=TINY_VIT, labels=50, val=50, steps=12, batch=8, augment=augment.digits())
@@ -779,6 +779,103 @@ def test_optimizer_of_your_own_may_inherit_from_the_base_class_alone(tmp_path):
     alone = [fit(run, tmp_path / f"{run.seed}") for run in runs]
     together = fit_stacked(runs, [tmp_path / f"stacked {run.seed}" for run in runs])
     assert [record.curve[-1][1] for record in together] == pytest.approx([record.curve[-1][1] for record in alone], abs=1e-4)
+
+
+STRANGE = '''"""Optimizers and a pool that do what those of smallvit do not."""
+from functools import partial
+import torch
+from torch import nn
+from smallvit import AdamW, PatchEmbed, Run, ViT, ablate, digits
+
+class Lookback(AdamW):
+    """The mean of a gradient and the one before it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        new = {p: p.grad.clone() for group in self.param_groups for p in group["params"] if p.grad is not None}
+        for p, gradient in new.items():
+            p.grad.add_(self.state[p].get("last", gradient)).div_(2)
+        super().step()
+        for p, gradient in new.items():
+            self.state[p]["last"] = gradient
+
+class Complete(Lookback):
+    def initial_state(self, group, index):
+        return super().initial_state(group, index) | {"last": torch.zeros_like(group["params"][index])}
+
+class Centred(AdamW):
+    """The gradient of each output of a layer has mean 0."""
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p.grad.ndim > 1):
+            p.grad.sub_(p.grad.mean(dim=tuple(range(1, p.grad.ndim)), keepdim=True))
+        super().step()
+
+class RunningPool(nn.Module):
+    """The mean of the tokens, less its moving average."""
+    class_tokens = 0
+
+    def __init__(self, dim):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+
+    def forward(self, x, size=None, prefix=0):
+        x = x[:, prefix:].mean(1)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2)
+plain = Run(data=digits, model=vit, steps=8, batch=8, labels=50, val=20)
+arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Complete, Centred)} | {"pool": plain.vary(pool=RunningPool)}
+RUNS = ablate(arms, labels=[50], seeds=range(2), references=False)
+'''
+
+
+@pytest.fixture
+def strange(tmp_path) -> dict[str, list[Run]]:
+    """The runs of each arm of a recipe with unusual parts."""
+    (tmp_path / "strange.py").write_text(STRANGE)
+    runs = load_recipe(tmp_path / "strange.py").RUNS
+    return {arm: [entry.run for entry in runs if entry.arm == arm] for arm in dict.fromkeys(entry.arm for entry in runs)}
+
+
+def test_state_that_a_resumed_run_would_lack_is_refused_at_the_first_step(strange, tmp_path):
+    message = r"Lookback keeps \['exp_avg', 'exp_avg_sq', 'last', 'step'\] .* initial_state returns \['exp_avg', 'exp_avg_sq', 'step'\]"
+    with pytest.raises(ValueError, match=message):
+        fit(strange["Lookback"][0], tmp_path / "alone")
+    with pytest.raises(ValueError, match=message):
+        fit_stacked(strange["Lookback"], [tmp_path / "0", tmp_path / "1"])
+
+
+def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(strange, tmp_path, monkeypatch):
+    (tmp_path / "descent.py").write_text(OWN)
+    sgd = next(entry.run for entry in load_recipe(tmp_path / "descent.py").RUNS if entry.arm == "SGD").vary(steps=8)
+    for run in (sgd, strange["Complete"][0]):
+        fit(run, tmp_path / f"{run.lr} whole")
+        watched = []
+        killed(run, tmp_path / f"{run.lr}", monkeypatch, watch=lambda step, _, seen=watched: seen.append(step))
+        assert watched.count(1) == 1, "it began again"
+        one, other = (load_file(tmp_path / name / WEIGHTS) for name in (f"{run.lr} whole", f"{run.lr}"))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("arm", "reason"), [("Centred", "Centred changes weights in a stack otherwise"), ("pool", "replaces its buffer model.pool.mean")])
+def test_parts_that_a_stack_would_compute_otherwise_are_trained_alone(arm, reason, strange, tmp_path):
+    runs = strange[arm]
+    with pytest.raises(NotStackable, match=reason):
+        Stack([training_of(run) for run in runs])
+    alone = [fit(run, tmp_path / f"{run.seed}") for run in runs]
+    together = fit_stacked(runs, [tmp_path / f"stacked {run.seed}" for run in runs])
+    assert [record.stacked for record in together] == [None, None] and [r.test for r in together] == [r.test for r in alone]
+
+
+def test_average_follows_a_buffer_that_the_model_replaces(strange, tmp_path):
+    run = strange["pool"][0]
+    fit(run.vary(ema=0.0), tmp_path / "plain")
+    fit(run.vary(ema=0.5), tmp_path / "average")
+    newest, average = (load_file(tmp_path / name / WEIGHTS)["pool.mean"] for name in ("plain", "average"))
+    assert newest.norm() > 0 and 0.1 < (average @ newest) / (newest @ newest) < 1
 
 
 REFUSED = [

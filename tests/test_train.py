@@ -33,6 +33,7 @@ from smallvit import (
     accuracy,
     augment,
     digits,
+    evaluator,
     fit,
     knn,
     linear_probe,
@@ -412,9 +413,11 @@ def test_values_of_the_single_images_are_kept():
     data = digits()
     model, subset = SHORT.model((8, 8), 1, 10), data.subset(labels=50, val=20, seed=0)
 
-    def kept(values):
+    def kept(values, lower=False, right=None):
+        @evaluator(lower_is_better=lower)
         def mine(model, splits):
-            yield "mine", PerImage(values(len(splits.test)))
+            n = len(splits.test)
+            yield "mine", PerImage(values(n), right=right and right(n))
 
         run = SimpleNamespace(evaluators=(mine,), early_stop=0, reads_labels=False)
         found = evaluate(run, model, subset, data.test)
@@ -424,6 +427,15 @@ def test_values_of_the_single_images_are_kept():
     assert unpack_bits(bits, 500).tolist() == [i % 2 == 1 for i in range(500)] and nothing is None
     nothing, numbers = kept(lambda n: torch.arange(n) / 1_000)
     assert unpack_floats(numbers, 500) == pytest.approx(np.arange(500) / 1_000) and nothing is None
+    wrong, ones = (lambda n: torch.arange(n) % 4 == 0), (lambda n: torch.ones(n))
+    nothing, numbers = kept(wrong, lower=True)  # an error rate: True is not "right"
+    assert unpack_floats(numbers, 500).tolist() == [float(i % 4 == 0) for i in range(500)] and nothing is None
+    nothing, numbers = kept(ones)  # as of an AUC of 1
+    assert unpack_floats(numbers, 500).tolist() == [1.0] * 500 and nothing is None
+    bits, numbers = kept(ones, right=wrong)
+    assert unpack_bits(bits, 500).sum() == 125 and unpack_floats(numbers, 500).tolist() == [1.0] * 500
+    bits, nothing = kept(lambda n: wrong(n).double(), right=wrong)
+    assert unpack_bits(bits, 500).sum() == 125 and nothing is None
     with pytest.raises(ValueError, match="mine reports mine with 10 values for 20 images; expected one for each"):
         kept(lambda n: torch.ones(10))
 

@@ -210,11 +210,18 @@ def whole_shape(features: int, found: tuple[int, ...] | None, given: tuple[int, 
     return height, width, channels
 
 
-def on_all_images(run: Run) -> Run:
+def on_all_images(run: Run, later: Run | None = None) -> Run:
     """Return a copy of `run` that trains on all images of its data set. Only a run with early stopping keeps validation images.
-    Earlier runs that this run needs, such as pretraining, are changed in the same way.
+    Earlier runs that this run needs, such as pretraining, are changed in the same way. If they read labels, they leave out the
+    validation images of a run with early stopping that starts from them (`later`): it would already know these images, and
+    stop too early.
     """
-    return run.throughout(lambda each: {"labels": None, "val": each.val if each.early_stop else 0})
+    if later is None:
+        changed = replace(run, labels=None, val=run.val if run.early_stop else 0)
+    else:
+        changed = replace(run, labels=None, **({"val": later.val, "seed": later.seed} if run.reads_labels else {"val": 0}))
+    stopping = later or (run if run.early_stop else None)
+    return replace(changed, **{name: on_all_images(other, stopping) for name, other in run.dependencies.items()})
 
 
 def trained(run: Run, data: Dataset, folder: Path, device: str) -> Training:

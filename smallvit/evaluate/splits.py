@@ -29,15 +29,17 @@ class PerImage(float):
     """A score of the test images with one value for each image, such as an accuracy. It is a float. Its attribute `values`
     holds the values of the images in the order of the test set, and their mean is the score.
 
-    values   a one-dimensional tensor, array or list of booleans or numbers; the attribute is a numpy array.
+    values   a one-dimensional tensor, array or list of booleans or numbers; the attribute is a numpy array. Booleans say which
+             images are classified correctly, unless the evaluator declares that lower numbers are better.
     score    the exact score; None means the mean of the values. Give it where the score is no plain mean, such as the area
              under a ROC curve. The values are then contributions: how much each image adds to the score, shifted so that their
              mean is the score.
     right    which images are classified correctly, one boolean each, if the values do not say it. The record keeps them, and
              `smallvit report --disagreements` uses them.
 
-    If an evaluator yields such a score first, the record of the run keeps the values: as bits if they are 0 or 1 (see
-    `Record.correct`), else as numbers. Then verdicts also take into account that the test images are a random sample.
+    If an evaluator yields such a score first, the record of the run keeps the values: as bits if they say which images are
+    right (see `Record.correct`), else as numbers. Then verdicts also take into account that the test images are a random
+    sample.
 
     Raises   ValueError if the values are not one-dimensional or not finite, if there are none, or if their mean is not the
              score.

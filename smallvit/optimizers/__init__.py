@@ -15,7 +15,8 @@ Contract of `optimizer = Class(groups, **options)`:
 - The runs of a stack are one model whose parameters have an additional first axis, so a step must treat the slices along this
   axis independently, and the change of the weights must be proportional to "lr". An optimizer that averages weights reads
   "shares" from the group instead: the learning rates of the runs, divided by "lr".
-- Everything that a step needs from earlier steps is in `state`, so that a resumed run continues with the same bits.
+- Everything that a step needs from earlier steps is in `state`, so that a resumed run continues with the same bits. Its
+  method `initial_state` returns all entries of the state of a parameter; an optimizer that keeps others is refused.
 """
 
 from .adamw import SCALARS, AdamW, Optimizer

@@ -30,6 +30,20 @@ class Optimizer:
     def check_objective(self, objective: Any):
         """Raise ValueError for an objective or a model that this optimizer cannot train. There are none."""
 
+    def check_state(self):
+        """Raise ValueError unless the state of each parameter, after a step, has the entries that `initial_state` returns. An
+        interrupted run and the runs of a stack continue from these entries.
+        """
+        optimizer: Any = self
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                found, expected = optimizer.state.get(parameter), optimizer.initial_state(group, index)
+                if found and found.keys() != expected.keys():
+                    raise ValueError(
+                        f"{type(self).__name__} keeps {sorted(found)} for a parameter and its initial_state returns "
+                        f"{sorted(expected)}; expected the same: override initial_state(group, index)"
+                    )
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy of this optimizer needs, as a dict. `torch.optim.Optimizer` leaves out options.
 

@@ -100,11 +100,12 @@ def attention_class(attention: Callable) -> Any:
     return TimmAttention
 
 
-def is_plain_norm(norm: nn.Module) -> bool:
+def is_plain_norm(norm: Any) -> bool:
     """Return whether a norm computes what `nn.LayerNorm` with weight, bias and epsilon 1e-6 computes."""
-    from timm.layers import LayerNorm
+    import timm.layers
 
-    return type(norm) in (nn.LayerNorm, LayerNorm) and norm.eps == 1e-6 and norm.weight is not None and norm.bias is not None
+    layers: Any = timm.layers
+    return type(norm) in (nn.LayerNorm, layers.LayerNorm) and norm.eps == 1e-6 and None not in (norm.weight, norm.bias)
 
 
 class FixedPlaces(NamedTuple):

@@ -220,7 +220,7 @@ def check_state(state: dict[str, Any], training: "Training"):
         if {name: t.shape for name, t in moments.items()} != {name: t.shape for name, t in expected.items()}:
             raise ValueError("the optimizer has other parameters")
     check_numerics(Numerics(*state["numerics"]))
-    taken = max((int(moments["step"]) for moments in state["optimizer"].values()), default=0)
+    taken = max((int(moments["step"]) for moments in state["optimizer"].values() if "step" in moments), default=0)
     if not taken <= state["step"] <= training.run.steps or state["loss"].shape != () or not state["loss"].is_floating_point():
         raise ValueError("the step or the loss is impossible")
 

@@ -44,7 +44,7 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, n
                     expected = "a finite number of at least 0" if lower else "a number from 0 to 1"
                     raise ValueError(f"{title} reports {name}={value:.4g} first; expected {expected} to judge it")
                 if not numbers and isinstance(value, PerImage):
-                    values = packed(value, len(images), f"{title} reports {name}")
+                    values = packed(value, len(images), f"{title} reports {name}", lower)
                 numbers[name] = float(value)
                 known = len(numbers) == 1 or not declaration(evaluator).lower_is_better  # which direction is better
                 if declaration(evaluator).probe and known and re.fullmatch(rf"{title}(_\d+)?", name):
@@ -102,20 +102,23 @@ def evaluation_numerics(model: nn.Module, numerics: Numerics, images: Images) ->
     return native if context.native_calls else DEFAULT
 
 
-def packed(score: PerImage, count: int, source: str) -> dict:
-    """Return the value of each image as text, in a dict with one field of the record (results) of a run. `score` has one value
-    for each image. If all are 1 (right) or 0 (wrong), the field is `correct`, with one bit for each image. Otherwise it is
-    `contributions`, with one number of 4 bytes each, and `correct` too if the score knows which images are right. `count` is
-    the number of images, and `source` names the score in error messages.
+def packed(score: PerImage, count: int, source: str, lower: bool = False) -> dict:
+    """Return the value of each image as text, in a dict of fields of the record (results) of a run. The field `correct` has one
+    bit for each image: whether it is right. The field `contributions` has its value, a number of 4 bytes, if this is more than
+    that. `score` has one value for each image. Booleans (or the integers 0 and 1) say which images are right, unless lower
+    numbers are better (`lower`); for other values `score.right` may say it. `count` is the number of images, and `source` names
+    the score in error messages.
 
     Raises ValueError if the number of values is not the number of images.
     """
     values = score.values
     if len(values) != count:
         raise ValueError(f"{source} with {len(values)} values for {count} images; expected one for each, in their order")
-    if ((values == 0) | (values == 1)).all():
-        return {"correct": packing.pack_bits(values)}
-    right = {} if score.right is None else {"correct": packing.pack_bits(score.right)}
+    says_right = values.dtype.kind in "biu" and not lower and set(values.tolist()) <= {0, 1}
+    known = values if score.right is None and says_right else score.right
+    right = {} if known is None else {"correct": packing.pack_bits(known)}
+    if right and ((values == 0) | (values == 1)).all() and packing.pack_bits(values) == right["correct"]:
+        return right
     return {"contributions": packing.pack_floats(values)} | right
 
 

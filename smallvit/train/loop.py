@@ -23,7 +23,16 @@ from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives import Objective
 from smallvit.objectives.collapse import Monitor, collapse_statistics
-from smallvit.optim import FlatAdamW, decay_groups, ema_update, lay_apart, lay_in_a_row, learning_rate, tensor_pairs
+from smallvit.optim import (
+    FlatAdamW,
+    decay_groups,
+    ema_update,
+    lay_apart,
+    lay_in_a_row,
+    learning_rate,
+    module_pairs,
+    tensors_in,
+)  # fmt: skip
 from smallvit.optimizers import SAM, AdamW
 from smallvit.record import CURVE
 from smallvit.rng import stream
@@ -179,7 +188,7 @@ class Training:
         self.numerics, self.joins_parameters = numerics, numerics.kernel == "native" and type(self.optimizer) is AdamW
         for group in self.optimizer.param_groups if self.optimizer else ():
             (lay_in_a_row if self.joins_parameters else lay_apart)(group["params"])
-        self.ema_pairs = tensor_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
+        self.ema_modules = module_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
 
     def training_images(self, data: Dataset) -> Images:
         """Return the images on which the run is trained, moved to its device. `data` is the data set. Without `run.unlabelled`,
@@ -309,11 +318,13 @@ class Training:
         elif self.run.clip:
             nn.utils.clip_grad_norm_(self.parameters, self.run.clip)
         (self.flat or self.optimizer).step()
+        if not self.step:
+            self.optimizer.check_state()
         self.count_step(loss)
         self.loss += loss
         self.objective.after_step(self.progress)
         if self.run.ema:
-            ema_update(self.ema_pairs, self.ema_weight)
+            ema_update(tensors_in(self.ema_modules), self.ema_weight)  # a module may have replaced one of its buffers
 
     def next_batch(self) -> Batch:
         """Return the batch of the current step. Its images are drawn, augmented and normalized. Then the objective of the run

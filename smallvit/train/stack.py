@@ -5,7 +5,8 @@ run (a member of the stack) keeps its own random streams, weights, curve and rec
 are trained, so everything outside the step works as for a single run. They share one checkpoint.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -76,6 +77,9 @@ class Stack:
         # PyTorch's fused attention for GPUs does not work in `torch.func.vmap`, and native blocks are for CPUs
         gpu_rule = first.device.type != "cpu" and first.numerics.kernel in (None, "native")
         self.attention = NumericsContext(first.objective, Numerics(kernel="explicit") if gpu_rule else DEFAULT)
+        own = not type(first.optimizer).__module__.startswith("smallvit.") and not isinstance(first.optimizer, SAM)
+        if own and not steps_alike(first.run.optimizer, first.optimizer.param_groups):
+            raise NotStackable(f"{type(first.optimizer).__name__} changes weights in a stack otherwise than in a single run")
         if not resumed:
             self.check_first_step()
         self.weights = stack_modules([member.objective for member in members])
@@ -141,8 +145,8 @@ class Stack:
         tolerance = TOLERANCE[precision]
         of_norm, of_largest = GRADIENT_TOLERANCE[precision]
         for index, (member, state, batch) in enumerate(zip(self.members, states, batches)):
-            with self.first.computing():
-                weights = with_gradients(state, names)
+            weights = with_gradients(state, names)
+            with self.first.computing(), refused_new_buffers(member.objective, weights):
                 loss = functional_call(member.objective, weights, (batch, member.progress))["loss"]
             if not torch.allclose(losses[index], loss, rtol=tolerance, atol=tolerance):
                 raise NotStackable(f"run {index + 1} has loss {losses[index].item()} in the stack and {loss.item()} alone")
@@ -259,9 +263,57 @@ class Stack:
         parameters = [*self.parameters.values()]
         before = [p.clone() for p in parameters] if self.rate_shares.min() < 1 and not self.optimizer.averages else []
         self.optimizer.step()
+        if not self.first.step:
+            self.optimizer.check_state()
         for parameter, start in zip(parameters, before):
             share = self.rate_shares.view(-1, *[1] * (parameter.ndim - 1)).to(parameter.dtype)
             torch.lerp(start, parameter, share, out=parameter)
+
+
+@contextmanager
+def refused_new_buffers(objective: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Context manager that raises NotStackable if a forward pass of the objective replaces a buffer, as in `self.mean = ...`. A
+    stack keeps only changes in place, as in `self.mean.copy_(...)`. `tensors` are those with which the objective is called.
+    """
+    replaced: list[str] = []
+
+    def find(module, inputs, output):
+        replaced.extend(name for name, buffer in module.named_buffers() if buffer is not tensors.get(name, buffer))
+
+    hook = objective.register_forward_hook(find)
+    try:
+        yield
+    finally:
+        hook.remove()
+    if replaced:
+        raise NotStackable(f"the model replaces its buffer {replaced[0]}; expected a change in place, as by copy_()")
+
+
+def steps_alike(make: Callable[[list[dict]], Any], groups: Sequence[dict]) -> bool:
+    """Return whether an optimizer changes the weights of two models that are stacked as it changes those of each model alone.
+    `make` creates the optimizer from groups of parameters such as `groups`. Two steps with random gradients are compared.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = [[torch.randn(3, 2, *p.shape, generator=generator).to(p) for p in group["params"]] for group in groups]
+
+    def trained(model: int | slice) -> list[Tensor]:
+        parameters = [[nn.Parameter(numbers[0, model].clone()) for numbers in group] for group in drawn]
+        optimizer = make([group | {"params": own} for group, own in zip(groups, parameters)])
+        for group in optimizer.param_groups if isinstance(model, slice) else ():
+            group["shares"] = torch.ones(2, device=group["params"][0].device if group["params"] else None)
+        for step in (1, 2):
+            for own, group in zip(parameters, drawn):
+                for parameter, numbers in zip(own, group):
+                    parameter.grad = numbers[step, model].clone()
+            optimizer.step()
+        return [parameter.detach() for own in parameters for parameter in own]
+
+    starts, together = [numbers[0] for group in drawn for numbers in group], trained(slice(None))
+    for model in (0, 1):
+        for start, found, expected in zip(starts, together, trained(model)):
+            if (found[model] - expected).norm() > 0.01 * (expected - start[model]).norm() + 1e-7:
+                return False
+    return True
 
 
 def can_draw_together(members: Sequence[Training]) -> bool:
