@@ -227,8 +227,8 @@ def refusal(folder: Path) -> str:
 
 
 def link_new(new: Path, path: Path) -> bool:
-    """Give the file `new` the second name `path`, if this name is free. Return False if it is taken: of several processes, only
-    one gets the name, also on file systems that are shared by machines.
+    """Give the file `new` the second name `path`, if this name is free. Return False if it is taken, or was at that moment: of
+    several processes, only one gets the name, also on file systems that are shared by machines.
 
     A file system without hard links cannot promise that. There, the file is moved to `path` if nothing is there, so of two
     processes that do this at the same moment the later one wins.
@@ -236,7 +236,10 @@ def link_new(new: Path, path: Path) -> bool:
     try:
         os.link(new, path)
     except FileExistsError:
-        return os.path.samefile(new, path)  # a server may make the link and lose its answer
+        try:
+            return os.path.samefile(new, path)  # a server may make the link and lose its answer
+        except FileNotFoundError:  # another process has removed it since
+            return False
     except OSError as error:
         if error.errno not in WITHOUT_LINKS:
             raise

@@ -212,6 +212,22 @@ def test_of_several_processes_exactly_one_publishes(tmp_path):
         assert not list((tmp_path / str(one)).glob(".record*"))
 
 
+def test_claim_that_another_process_removes_at_the_wrong_moment_loses_no_record(tmp_path, monkeypatch):
+    """It is there when the link is made, and gone when the two files are compared."""
+    numbered(tmp_path, 1, "failed")
+    claim, samefile, compared = tmp_path / f".{RECORD}.claim", os.path.samefile, []
+    claim.write_text("of another process")
+
+    def removed(one, other):
+        if Path(other) == claim:
+            compared.append(other)
+            claim.unlink()
+        return samefile(one, other)
+
+    monkeypatch.setattr(os.path, "samefile", removed)
+    assert numbered(tmp_path, 2).seconds == read_record(tmp_path).seconds == 2 and len(compared) == 1
+
+
 def test_claim_of_a_killed_process_is_removed(tmp_path, monkeypatch):
     numbered(tmp_path, 1, "failed")
     (tmp_path / f".{RECORD}.claim").write_text("left by a kill")
