@@ -309,6 +309,11 @@ def tensors_in(pairs: list[tuple[nn.Module, nn.Module]]) -> list[tuple[Tensor, T
     return [*found.values()]
 
 
+def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor | None]:
+    """Return the buffers that the modules themselves have now, without those of the modules inside them."""
+    return [buffer for module in modules for buffer in module._buffers.values()]
+
+
 @torch.no_grad()
 def ema_update(pairs: list[tuple[Tensor, Tensor]], weight: float):
     """Update exponential moving averages in place. In each pair of tensors (average, new value), the average moves towards the

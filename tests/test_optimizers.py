@@ -73,6 +73,7 @@ def training_of(run: Run, seed: int = 0, double: bool = False) -> loop.Training:
     if double:
         for module in filter(None, (made.objective, made.ema_model)):
             module.double()
+        made.ema_pairs = tensor_pairs(made.ema_model, made.objective.model) if made.ema_model else []
         next_batch = made.next_batch
         made.next_batch = lambda: (b := next_batch())._replace(images=b.images.double(), targets=b.targets.double())
     made.objective.train()

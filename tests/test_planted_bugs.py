@@ -225,7 +225,7 @@ def test_the_command_accepts_equal_runs_and_finds_an_error_in_the_package(publis
     assert out.count("identical to the record (weights and score)") == 6 and "verified: every run agrees" in out
     shutil.copytree(PACKAGE, "buggy/smallvit", ignore=shutil.ignore_patterns("__pycache__"))
     path = Path("buggy/smallvit/train/loop.py")
-    update = "ema_update(tensors_in(self.ema_modules), self.ema_weight)"
+    update = "ema_update(self.ema_pairs, self.ema_weight)"
     text = path.read_text()
     assert text.count(update) == 1
     path.write_text(text.replace(update, "pass"))

@@ -37,6 +37,7 @@ from smallvit import (
     linear_probe,
 )
 from smallvit.launch import autotune, launch
+from smallvit.optim import tensor_pairs
 from smallvit.record import CHECKPOINT, WEIGHTS
 from smallvit.train import checkpoint, fit, fit_stacked, loop
 from smallvit.train.loop import Training
@@ -64,6 +65,7 @@ def training(run: Run, seed: int) -> Training:
     for module in (made.objective, made.ema_model):
         if module is not None:
             module.double()
+    made.ema_pairs = tensor_pairs(made.ema_model, made.objective.model) if made.ema_model else []
     next_batch = made.next_batch
     made.next_batch = lambda: (batch := next_batch())._replace(images=batch.images.double(), targets=batch.targets.double())
     return made

@@ -25,13 +25,13 @@ from smallvit.objectives import Objective
 from smallvit.objectives.collapse import Monitor, collapse_statistics
 from smallvit.optim import (
     FlatAdamW,
+    buffers_of,
     decay_groups,
     ema_update,
     lay_apart,
     lay_in_a_row,
     learning_rate,
-    module_pairs,
-    tensors_in,
+    tensor_pairs,
 )  # fmt: skip
 from smallvit.optimizers import SAM, AdamW
 from smallvit.record import CURVE
@@ -188,7 +188,14 @@ class Training:
         self.numerics, self.joins_parameters = numerics, numerics.kernel == "native" and type(self.optimizer) is AdamW
         for group in self.optimizer.param_groups if self.optimizer else ():
             (lay_in_a_row if self.joins_parameters else lay_apart)(group["params"])
-        self.ema_modules = module_pairs(self.ema_model, self.objective.model) if self.ema_model is not None else []
+        self.find_averaged()
+
+    def find_averaged(self):
+        """Note which tensors the average (EMA) of the weights follows now, and which modules have buffers."""
+        model = self.objective.model
+        self.ema_pairs = tensor_pairs(self.ema_model, model) if self.ema_model is not None else []
+        self.buffer_owners = [module for module in model.modules() if module._buffers] if self.ema_pairs else []
+        self.buffers = buffers_of(self.buffer_owners)
 
     def training_images(self, data: Dataset) -> Images:
         """Return the images on which the run is trained, moved to its device. `data` is the data set. Without `run.unlabelled`,
@@ -324,7 +331,9 @@ class Training:
         self.loss += loss
         self.objective.after_step(self.progress)
         if self.run.ema:
-            ema_update(tensors_in(self.ema_modules), self.ema_weight)  # a module may have replaced one of its buffers
+            if any(now is not before for now, before in zip(buffers_of(self.buffer_owners), self.buffers)):
+                self.find_averaged()  # a module has replaced a buffer, as in `self.mean = ...`
+            ema_update(self.ema_pairs, self.ema_weight)
 
     def next_batch(self) -> Batch:
         """Return the batch of the current step. Its images are drawn, augmented and normalized. Then the objective of the run
