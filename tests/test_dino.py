@@ -405,10 +405,11 @@ def test_options_out_of_range_are_refused(options, message):
         ({}, make_batch()._replace(views=torch.randn(2, 6, 1, 8, 8).unbind()), r"tensors of \[6, 6\] images for a batch of 6; expected 12"),
         ({}, make_batch()._replace(views=(torch.randn(18, 1, 8, 8),)), r"tensors of \[18\] images for a batch of 6; expected 12"),
         ({}, make_batch()._replace(views=(torch.randn(12, 1, 8, 8), torch.randn(5, 1, 4, 4))), r"tensors of \[12, 5\] images"),
+        ({}, make_batch(b=0), r"tensors of \[0, 0\] images for a batch of 0"),
         ({}, make_batch(size=5), r"patches of 2 pixels do not tile an image of 5 x 5; .* 4 x 4 or 6 x 6"),
         ({"neighbours": 2, "bank": 4}, make_batch(), "the bank holds 4 images and a batch has 6"),
     ],
-    ids=["no views", "separate views", "three views", "part of the views", "size of views", "small bank"],
+    ids=["no views", "separate views", "three views", "part of the views", "no images", "size of views", "small bank"],
 )
 def test_batches_that_do_not_fit_are_refused(options, batch, message):
     with pytest.raises(ValueError, match=message):

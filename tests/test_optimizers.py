@@ -785,7 +785,7 @@ STRANGE = '''"""Optimizers and a pool that do what those of smallvit do not."""
 from functools import partial
 import torch
 from torch import nn
-from smallvit import AdamW, PatchEmbed, Run, ViT, ablate, digits
+from smallvit import SAM, AdamW, PatchEmbed, Run, ViT, ablate, digits
 
 class Lookback(AdamW):
     """The mean of a gradient and the one before it."""
@@ -811,6 +811,14 @@ class Centred(AdamW):
             p.grad.sub_(p.grad.mean(dim=tuple(range(1, p.grad.ndim)), keepdim=True))
         super().step()
 
+class Turned(AdamW):
+    """It uses the gradient of each matrix through its transpose."""
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p.grad.ndim in (2, 3)):
+            p.grad.copy_(p.grad.t().contiguous().t())
+        super().step()
+
 class RunningPool(nn.Module):
     """The mean of the tokens, less its moving average."""
     class_tokens = 0
@@ -827,7 +835,8 @@ class RunningPool(nn.Module):
 
 vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2)
 plain = Run(data=digits, model=vit, steps=8, batch=8, labels=50, val=20)
-arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Complete, Centred)} | {"pool": plain.vary(pool=RunningPool)}
+arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Complete, Centred, Turned)}
+arms |= {"SAM": plain.vary(optimizer=partial(SAM, base=Centred)), "pool": plain.vary(pool=RunningPool)}
 RUNS = ablate(arms, labels=[50], seeds=range(2), references=False)
 '''
 
@@ -860,7 +869,15 @@ def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(strang
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(("arm", "reason"), [("Centred", "Centred changes weights in a stack otherwise"), ("pool", "replaces its buffer model.pool.mean")])
+@pytest.mark.parametrize(
+    ("arm", "reason"),
+    [
+        ("Centred", "Centred changes weights in a stack otherwise"),
+        ("SAM", "Centred changes weights in a stack otherwise"),
+        ("Turned", "Turned changes weights in a stack otherwise"),
+        ("pool", "replaces its buffer model.pool.mean"),
+    ],
+)
 def test_parts_that_a_stack_would_compute_otherwise_are_trained_alone(arm, reason, strange, tmp_path):
     runs = strange[arm]
     with pytest.raises(NotStackable, match=reason):

@@ -525,6 +525,8 @@ def test_batch_without_views_and_alignment_without_class_sizes_are_refused():
     trained, new = make(align=True), partial(FIXMATCH, align=True)(tiny_vit((8, 8)))
     with pytest.raises(ValueError, match=r"mean prediction \(align=True\); call set_class_counts\(counts\) before"):
         new.load_state_dict(trained.state_dict())
+    with pytest.raises(RuntimeError, match="Unexpected key"):  # of torch: without alignment, no call would help
+        partial(FIXMATCH, align=False)(tiny_vit((8, 8))).load_state_dict(trained.state_dict())
     new.set_class_counts(torch.ones(5))
     new.load_state_dict(trained.state_dict())
 

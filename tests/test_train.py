@@ -436,6 +436,8 @@ def test_values_of_the_single_images_are_kept():
     assert unpack_bits(bits, 500).sum() == 125 and unpack_floats(numbers, 500).tolist() == [1.0] * 500
     bits, nothing = kept(lambda n: wrong(n).double(), right=wrong)
     assert unpack_bits(bits, 500).sum() == 125 and nothing is None
+    with pytest.raises(ValueError, match="mine reports mine with 10 values of `right` for 20 images"):
+        kept(ones, right=lambda n: torch.ones(10))
     with pytest.raises(ValueError, match="mine reports mine with 10 values for 20 images; expected one for each"):
         kept(lambda n: torch.ones(10))
 

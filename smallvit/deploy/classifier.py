@@ -216,12 +216,12 @@ def on_all_images(run: Run, later: Run | None = None) -> Run:
     validation images of a run with early stopping that starts from them (`later`): it would already know these images, and
     stop too early.
     """
-    if later is None:
-        changed = replace(run, labels=None, val=run.val if run.early_stop else 0)
-    else:
-        changed = replace(run, labels=None, **({"val": later.val, "seed": later.seed} if run.reads_labels else {"val": 0}))
+    images: dict = {"val": run.val if run.early_stop else 0}
+    if later is not None and run.reads_labels:
+        images = {"val": later.val, "seed": later.seed}
     stopping = later or (run if run.early_stop else None)
-    return replace(changed, **{name: on_all_images(other, stopping) for name, other in run.dependencies.items()})
+    earlier = {name: on_all_images(other, stopping) for name, other in run.dependencies.items()}
+    return replace(run, labels=None, **images, **earlier)
 
 
 def trained(run: Run, data: Dataset, folder: Path, device: str) -> Training:

@@ -29,8 +29,9 @@ class PerImage(float):
     """A score of the test images with one value for each image, such as an accuracy. It is a float. Its attribute `values`
     holds the values of the images in the order of the test set, and their mean is the score.
 
-    values   a one-dimensional tensor, array or list of booleans or numbers; the attribute is a numpy array. Booleans say which
-             images are classified correctly, unless the evaluator declares that lower numbers are better.
+    values   a one-dimensional tensor, array or list of booleans or numbers; the attribute is a numpy array. Booleans (or the
+             integers 0 and 1) say which images are classified correctly, unless the evaluator declares that lower numbers are
+             better. Floats do not say it: give `right`, too.
     score    the exact score; None means the mean of the values. Give it where the score is no plain mean, such as the area
              under a ROC curve. The values are then contributions: how much each image adds to the score, shifted so that their
              mean is the score.

@@ -203,7 +203,7 @@ def check_views(name: str, batch: Batch):
     if not batch.views:
         raise ValueError(f"{name} compares views and the batch has none; use augment=augment.digit_crops() or photo_crops()")
     images, counts = len(batch.images), [len(views) for views in batch.views]
-    if counts[0] != 2 * images or any(count % images for count in counts):
+    if not images or counts[0] != 2 * images or any(count % images for count in counts):
         raise ValueError(
             f"{name} got views in tensors of {counts} images for a batch of {images}; expected {2 * images} in the first one, "
             "two global views of each image, and a multiple of the batch in the others; torch.cat joins views of one size"

@@ -145,7 +145,8 @@ class SemiSupervised(Objective):
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
         """Load the tensors of this module. Raise ValueError for those of distribution alignment before they are created."""
-        if f"{prefix}mean_prediction" in state_dict and not hasattr(self, "mean_prediction"):
+        needed = self.weight and self.align and not hasattr(self, "mean_prediction")
+        if needed and f"{prefix}mean_prediction" in state_dict:
             raise ValueError("the state has a mean prediction (align=True); call set_class_counts(counts) before you load it")
         super()._load_from_state_dict(state_dict, prefix, *others)
 

@@ -114,6 +114,8 @@ def packed(score: PerImage, count: int, source: str, lower: bool = False) -> dic
     values = score.values
     if len(values) != count:
         raise ValueError(f"{source} with {len(values)} values for {count} images; expected one for each, in their order")
+    if score.right is not None and len(score.right) != count:
+        raise ValueError(f"{source} with {len(score.right)} values of `right` for {count} images; expected one for each")
     says_right = values.dtype.kind in "biu" and not lower and set(values.tolist()) <= {0, 1}
     known = values if score.right is None and says_right else score.right
     right = {} if known is None else {"correct": packing.pack_bits(known)}

@@ -43,7 +43,8 @@ class Stack:
     Each member also keeps its own moving average (EMA) and step, so it can be saved and evaluated like a single training.
 
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
-    bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone. Models
+    bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone, and so
+    must be two steps of an optimizer that is none of smallvit's. Models
     with random numbers inside a step (dropout), with tied weights, or whose number of tokens depends on the image, cannot be
     stacked. Nor can models with a module that says why in its attribute `not_stackable`.
 
@@ -77,10 +78,8 @@ class Stack:
         # PyTorch's fused attention for GPUs does not work in `torch.func.vmap`, and native blocks are for CPUs
         gpu_rule = first.device.type != "cpu" and first.numerics.kernel in (None, "native")
         self.attention = NumericsContext(first.objective, Numerics(kernel="explicit") if gpu_rule else DEFAULT)
-        own = not type(first.optimizer).__module__.startswith("smallvit.") and not isinstance(first.optimizer, SAM)
-        if own and not steps_alike(first.run.optimizer, first.optimizer.param_groups):
-            raise NotStackable(f"{type(first.optimizer).__name__} changes weights in a stack otherwise than in a single run")
         if not resumed:
+            self.check_optimizer()
             self.check_first_step()
         self.weights = stack_modules([member.objective for member in members])
         self.parameters = {name: self.weights[name].requires_grad_() for name, _ in trainable(first.objective)}
@@ -116,6 +115,17 @@ class Stack:
 
         with self.first.computing(), self.attention.active():
             return vmap(loss)(weights, batch)
+
+    def check_optimizer(self):
+        """Raise NotStackable if an optimizer of a user's own changes the weights of a stack otherwise than those of one run."""
+
+        def base(optimizer: Any) -> Any:
+            return optimizer.base if isinstance(optimizer, SAM) else optimizer
+
+        own, make = base(self.first.optimizer), self.first.run.optimizer
+        if type(own).__module__.startswith("smallvit.") or steps_alike(lambda groups: base(make(groups)), own.param_groups):
+            return
+        raise NotStackable(f"{type(own).__name__} changes weights in a stack otherwise than in a single run")
 
     def check_first_step(self):
         """Raise NotStackable if training the runs as one model (a stack) gives another result than training each run alone. For
@@ -298,7 +308,7 @@ def steps_alike(make: Callable[[list[dict]], Any], groups: Sequence[dict]) -> bo
 
     def trained(model: int | slice) -> list[Tensor]:
         parameters = [[nn.Parameter(numbers[0, model].clone()) for numbers in group] for group in drawn]
-        optimizer = make([group | {"params": own} for group, own in zip(groups, parameters)])
+        optimizer = make([group | {"params": own, "lr": 1e-3} for group, own in zip(groups, parameters)])
         for group in optimizer.param_groups if isinstance(model, slice) else ():
             group["shares"] = torch.ones(2, device=group["params"][0].device if group["params"] else None)
         for step in (1, 2):
@@ -308,7 +318,13 @@ def steps_alike(make: Callable[[list[dict]], Any], groups: Sequence[dict]) -> bo
             optimizer.step()
         return [parameter.detach() for own in parameters for parameter in own]
 
-    starts, together = [numbers[0] for group in drawn for numbers in group], trained(slice(None))
+    starts = [numbers[0] for group in drawn for numbers in group]
+    try:
+        together = trained(slice(None))
+    except (RuntimeError, ValueError, IndexError) as error:  # as from a transposed matrix, which has a further axis now
+        if is_out_of_memory(error) or is_gpu_lost(error):
+            raise
+        return False
     for model in (0, 1):
         for start, found, expected in zip(starts, together, trained(model)):
             if (found[model] - expected).norm() > 0.01 * (expected - start[model]).norm() + 1e-7:
