@@ -149,9 +149,9 @@ class LocalityAttention(nn.Module):
              logarithm, so that its sign cannot change.
 
     `mask_self` masks the diagonal. `temperature` is "per head", "per layer" or "fixed". The other options are those of
-    `Attention`, without `qk_norm`. The mask must let each token attend to at least one token of
-    `size` above 0, as there; with `mask_self=True`, this may be the token itself.
-    After token merging the diagonal stands for a whole group of patches: its members no longer attend to each other.
+    `Attention`, without `qk_norm`. The mask must let each token attend to at least one token of `size` above 0, as there; with
+    `mask_self=True`, this may be the token itself. After token merging the diagonal stands for a whole group of patches: its
+    members no longer attend to each other.
 
     Raises   ValueError if `heads` does not divide `dim` and no `head_dim` is given, for an unknown `temperature`, for a mask
              that is not boolean or has 3 axes, and for a boolean `size`.

@@ -247,12 +247,12 @@ def distances_to_head(model: Any) -> dict[int, int]:
 
     Raises ValueError for a model that has no parts `blocks` and `tokenizer` as a `ViT` has them.
     """
-    if not (isinstance(getattr(model, "blocks", None), nn.ModuleList) and hasattr(model, "tokenizer")):
-        part = "tokenizer" if not hasattr(model, "tokenizer") and hasattr(model, "blocks") else "blocks"
-        raise ValueError(
-            f"layer_decay needs the {part} of a ViT and {type(model).__name__} has none; use a ViT (from_timm makes one of a "
-            "timm model), or layer_decay=None"
-        )
+    for part, kind in (("blocks", nn.ModuleList), ("tokenizer", nn.Module)):
+        if not isinstance(getattr(model, part, None), kind):
+            raise ValueError(
+                f"layer_decay needs the {part} of a ViT and {type(model).__name__} has none; use a ViT (from_timm makes one of "
+                "a timm model), or layer_decay=None"
+            )
     last, distances = len(model.blocks), {}
     for index, block in enumerate(model.blocks):
         distances |= dict.fromkeys(map(id, block.parameters()), last - index)

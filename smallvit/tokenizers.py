@@ -7,7 +7,7 @@ file also refuse images of another shape or data type than (b, channels, h, w) i
 """
 
 from collections.abc import Callable, Sequence
-from math import ceil, floor, prod
+from math import ceil, floor, inf, prod
 from numbers import Integral
 from typing import Any
 
@@ -144,7 +144,7 @@ class Resized(nn.Module):
         super().__init__()
         if interpolation not in ("bicubic", "bilinear"):
             raise ValueError(f"interpolation is {interpolation!r}; expected 'bicubic' or 'bilinear'")
-        if not is_count(size):
+        if not is_whole_number(size):
             raise ValueError(f"size is {size!r}; expected a side in pixels, a whole number of at least 1")
         self.channels, self.size, self.interpolation = channels, size, interpolation
         self.tokenizer = tokenizer((size, size), channels, dim)
@@ -177,7 +177,7 @@ class ConvStem(nn.Module):
 
     def __init__(self, image: Image, channels: int, dim: int, *, layers: int = 3):
         super().__init__()
-        if not is_count(layers):
+        if not is_whole_number(layers):
             raise ValueError(f"layers is {layers!r}; expected a whole number of at least 1")
         self.channels = channels
         widths = [channels] + [max(8, dim >> (layers - 1 - i)) for i in range(layers)]
@@ -219,7 +219,7 @@ class ConvTokenizer(nn.Module):
 
     def __init__(self, image: Image, channels: int, dim: int, *, kernel: int = 3, layers: int = 2, hidden: int = 64):
         super().__init__()
-        if not (is_count(kernel) and is_count(layers)):
+        if not (is_whole_number(kernel) and is_whole_number(layers)):
             raise ValueError(f"kernel {kernel!r}, layers {layers!r}: expected both to be at least 1, as whole numbers")
         self.channels, self.stride = channels, max(1, kernel // 2 - 1)
         self.kernel, self.padding = kernel, max(1, kernel // 2)
@@ -276,14 +276,14 @@ def check_pair(image: Any) -> Image:
     return image
 
 
-def is_count(value: Any) -> bool:
-    """Return whether a value is a whole number of at least 1."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+def is_whole_number(value: Any, least: float = 1) -> bool:
+    """Return whether a value is a whole number of at least `least`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def check_side(patch: Any):
     """Raise ValueError if the side of a patch is not a whole number of pixels."""
-    if not isinstance(patch, Integral) or isinstance(patch, bool):
+    if not is_whole_number(patch, -inf):
         raise ValueError(f"patch is {patch!r}; expected the side of a square patch in pixels, such as 4")
 
 

@@ -178,16 +178,22 @@ def test_dry_run_downloads_nothing(workdir, capsys, monkeypatch):
     assert f"{name} must be downloaded" in capsys.readouterr().out
 
 
-def test_estimate_counts_steps_validation_and_evaluation(monkeypatch):
-    """As if a step took 1 s, a validation 10 s, the evaluation 1 s for each test image and 0.5 s for each training image."""
+@pytest.fixture
+def takes(monkeypatch):
+    """A function that lets some seconds pass on a clock that otherwise stands still, and returns its second argument."""
     clock = [0.0]
+    monkeypatch.setattr(plan.time, "perf_counter", lambda: clock[0])
 
-    def takes(seconds, *results):
+    def takes(seconds, result=None):
         clock[0] += seconds
-        return results[0] if results else None
+        return result
 
+    return takes
+
+
+def test_estimate_counts_steps_validation_and_evaluation(monkeypatch, takes):
+    """As if a step took 1 s, a validation 10 s, the evaluation 1 s for each test image and 0.5 s for each training image."""
     train_step = Training.train_step
-    monkeypatch.setattr(flops.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(Training, "train_step", lambda self: takes(1, train_step(self)))
     monkeypatch.setattr(Training, "validate", lambda self: takes(10))
     monkeypatch.setattr(Training, "facts", lambda self: takes(0.25))
@@ -204,18 +210,14 @@ def test_estimate_counts_steps_validation_and_evaluation(monkeypatch):
 
 
 @pytest.mark.parametrize("evaluators", [(accuracy,), (linear_probe,)], ids=["accuracy", "probe"])
-def test_estimate_of_a_large_model_scores_few_images(evaluators, monkeypatch):
+def test_estimate_of_a_large_model_scores_few_images(evaluators, monkeypatch, takes):
     """As if a step took 1 s, and the model 1 s for each image."""
-    clock, scored = [0.0], []
-
-    def takes(seconds):
-        clock[0] += seconds
+    scored = []
 
     def evaluate(run, model, subset, test):
         scored.append(len(subset.val) + len(test.open()) + (evaluators == (linear_probe,)) * len(subset.train))
         takes(scored[-1])
 
-    monkeypatch.setattr(plan.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(Training, "train_step", lambda self: takes(1))
     monkeypatch.setattr(Training, "validate", lambda self: pytest.fail("all validation images were scored"))
     monkeypatch.setattr(import_module("smallvit.train.fit"), "evaluate", evaluate)
@@ -228,19 +230,13 @@ def test_estimate_of_a_large_model_scores_few_images(evaluators, monkeypatch):
 
 
 @pytest.mark.parametrize("slow", [math.inf, 0.001], ids=["small", "large"])
-def test_estimate_does_not_multiply_the_time_of_the_evaluator_cost(slow, monkeypatch):
+def test_estimate_does_not_multiply_the_time_of_the_evaluator_cost(slow, monkeypatch, takes):
     """As if this evaluator took 100 s, and the others 1 s for each image."""
-    clock = [0.0]
-
-    def takes(seconds, *results):
-        clock[0] += seconds
-        return results[0] if results else None
 
     def evaluate(run, model, subset, test):
         images = len(subset.val) + len(test.open())
         takes(images + 100 * (cost in run.evaluators))
 
-    monkeypatch.setattr(flops.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(Training, "facts", lambda self: None)
     monkeypatch.setattr(flops, "footprint", lambda *words: takes(100, {"macs": 1}))
     monkeypatch.setattr(import_module("smallvit.train.fit"), "evaluate", evaluate)
@@ -296,15 +292,14 @@ def test_estimate_is_longer_if_other_programs_use_the_processor(workdir, monkeyp
     assert plan.slowdown(30, 16) == 1.0
 
 
-def test_step_is_timed_with_its_interruptions_and_for_a_second(monkeypatch):
+def test_step_is_timed_with_its_interruptions_and_for_a_second(monkeypatch, takes):
     """Every tenth step takes 50 ms and not 10 ms, because another program has the processor."""
-    clock, steps = [0.0], []
+    steps = []
 
     def train_step(self):
         steps.append(self.step)
-        clock[0] += 0.05 if len(steps) % 10 == 0 else 0.01
+        takes(0.05 if len(steps) % 10 == 0 else 0.01)
 
-    monkeypatch.setattr(plan.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(Training, "train_step", train_step)
     run = Run(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=2), labels=50, steps=60)
     seconds = plan.step_time(autotune.begun(run, DEFAULT, "cpu", plan.MOST_STEPS))

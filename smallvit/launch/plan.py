@@ -153,13 +153,20 @@ def estimate(run: Run, device: str, numerics: Numerics = DEFAULT) -> float:
     """Return the estimated time of a run on this machine in seconds, including validation and evaluation. A few training steps,
     computed as `numerics` says, and one evaluation are measured, with one thread.
     """
+    from smallvit.evaluate import Splits, cost
     from smallvit.flops import milliseconds
     from smallvit.train.loop import CHECKS
 
+    # the time of `cost` does not grow with the number of images
+    costs = [evaluator for evaluator in run.evaluators if function(evaluator) is cost]
+    run = replace(run, evaluators=tuple(evaluator for evaluator in run.evaluators if evaluator not in costs))
     training = begun(run, numerics, device, MOST_STEPS)  # other initial weights would take as long
     of_large_model = seconds_of_large_model(training)
     seconds = of_large_model[1] if of_large_model else evaluation_seconds(training)
-    seconds += cost_seconds(training)
+    images, started = training.subset.train, time.perf_counter()
+    for evaluator in costs:
+        list(evaluator(training.model, Splits(images, images, images)))
+    seconds += 2 * (time.perf_counter() - started)  # once with the validation images, and once with the test images
     if not run.steps:
         return seconds
     if of_large_model:
@@ -215,12 +222,12 @@ def slowdown(others: float, jobs: int) -> float:
 def seconds_of_large_model(training: "Training") -> tuple[float, float] | None:
     """Return the estimated times of one validation and of the final evaluation of a training run in seconds, or None if the
     model is so fast that they can be measured. They are computed from the time of a few images, because a ViT-S needs minutes
-    to score a thousand images on a CPU. The evaluator `cost` is left out.
+    to score a thousand images on a CPU.
     """
     from smallvit.evaluate import declaration
     from smallvit.train.fit import evaluate, load_data
 
-    run, subset, data = without_cost(training.run), training.subset, load_data(training.run)[0]
+    run, subset, data = training.run, training.subset, load_data(training.run)[0]
     train, scored, times = subset.train.take(slice(FEW[-1])), [], []
     for count in FEW:  # the first one also loads or compiles something
         val, test = subset.val.take(slice(count)), data.train.take(slice(count))
@@ -240,7 +247,7 @@ def seconds_of_large_model(training: "Training") -> tuple[float, float] | None:
 
 def evaluation_seconds(training: "Training") -> float:
     """Return the estimated time of the final evaluation of a training run in seconds. The time for counting multiply-adds
-    (MACs) is included, and that of the evaluator `cost` is not.
+    (MACs) is included.
 
     Measured with training images in place of the test images. With many images a part is measured, and the time for the others
     is extrapolated. Returns 0 if a part of the images is not enough for an evaluator.
@@ -248,7 +255,7 @@ def evaluation_seconds(training: "Training") -> float:
     from smallvit.flops import milliseconds
     from smallvit.train.fit import evaluate, load_data
 
-    run, subset, data = without_cost(training.run), training.subset, load_data(training.run)[0]
+    run, subset, data = training.run, training.subset, load_data(training.run)[0]
     all_train, all_test = len(subset.train), data.test.count
     train, (fewer, more) = min(MOST_TRAIN, all_train), (min(count, all_test, len(data.train)) for count in TEST_COUNTS)
 
@@ -265,26 +272,6 @@ def evaluation_seconds(training: "Training") -> float:
         if all_train > train:
             total += max(measured - seconds(train // 2, more), 0) / (train - train // 2) * (all_train - train)
     return total
-
-
-def without_cost(run: Run) -> Run:
-    """Return the run without the evaluator `cost`, whose time does not grow with the number of images."""
-    from smallvit.evaluate import cost
-
-    return replace(run, evaluators=tuple(evaluator for evaluator in run.evaluators if function(evaluator) is not cost))
-
-
-def cost_seconds(training: "Training") -> float:
-    """Return the time of the evaluator `cost` of a training run in seconds, or 0 if the run does not have it. It is measured
-    with training images.
-    """
-    from smallvit.evaluate import Splits, cost
-
-    images, started = training.subset.train, time.perf_counter()
-    for evaluator in training.run.evaluators:
-        if function(evaluator) is cost:
-            list(evaluator(training.model, Splits(images, images, images)))
-    return 2 * (time.perf_counter() - started)  # once with the validation images, and once with the test images
 
 
 def worker_start(device: str) -> float:

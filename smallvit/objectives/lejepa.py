@@ -70,8 +70,8 @@ class LeJEPA(Objective):
         directions = self.draw_directions() if self.weight else None  # the first random draw of a step
         b, features = len(batch.images), [self.model.features(views) for views in batch.views]
         outputs = as_float32(self.projector(torch.cat(features))).unflatten(0, (-1, b))
-        self.observed = Observation(outputs[: len(batch.views[0]) // b].detach().flatten(0, 1))
-        center = outputs[: len(batch.views[0]) // b].mean(0)
+        self.observed = Observation(outputs[:2].detach().flatten(0, 1))
+        center = outputs[:2].mean(0)  # of the global views
         terms = {"invariance": (outputs - center).square().mean()}
         loss = (1 - self.weight) * terms["invariance"]
         if directions is not None:

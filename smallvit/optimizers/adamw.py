@@ -39,9 +39,8 @@ class Optimizer:
             for index, parameter in enumerate(group["params"]):
                 found, expected = optimizer.state.get(parameter), optimizer.initial_state(group, index)
                 if found and found.keys() != expected.keys():
-                    name = type(getattr(self, "base", self)).__name__  # of SAM, the optimizer that takes its steps
                     raise ValueError(
-                        f"{name} keeps {sorted(found)} for a parameter and its initial_state returns "
+                        f"{type(self).__name__} keeps {sorted(found)} for a parameter and its initial_state returns "
                         f"{sorted(expected)}; expected the same: override initial_state(group, index)"
                     )
 

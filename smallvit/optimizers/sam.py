@@ -65,6 +65,10 @@ class SAM(Optimizer):
             raise AttributeError(name)
         return getattr(self.base, name)
 
+    def check_state(self):
+        """Raise ValueError unless the state of each parameter has the entries that the base optimizer says."""
+        self.base.check_state()
+
     def step(self, closure: None = None):
         """Change all parameters by one step of the base optimizer, from the gradients that `two_passes` has computed. Raise
         ValueError if it was not called, and for a closure, because a step needs two passes.

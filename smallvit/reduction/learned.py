@@ -72,13 +72,13 @@ class LearnedPrune(nn.Module):
         p = self.prefix
         present = unit_sizes(x) if size is None else size
         score = self.predictor(x[:, p:, : self.dim], present[:, p:]).float().log_softmax(-1)
+        ranked = score[..., 0].masked_fill(present[:, p:] == 0, float("-inf"))
         if self.training:
             kept = present[:, p:] * F.gumbel_softmax(score, hard=True)[..., 0]
-            most_probable = score[..., 0].masked_fill(present[:, p:] == 0, float("-inf")).argmax(-1, keepdim=True)
+            most_probable = ranked.argmax(-1, keepdim=True)
             rescued = torch.zeros_like(kept).scatter(1, most_probable, 1.0) * (kept.amax(1, keepdim=True) == 0)
             return x, torch.cat([present[:, :p], self.kept(kept + rescued * present[:, p:].detach())], dim=1)
-        keep = score[..., 0] if size is None else score[..., 0].masked_fill(present[:, p:] == 0, float("-inf"))
-        best = p + keep.argsort(dim=-1, descending=True, stable=True)[:, : self.left(x.shape[1]) - p]
+        best = p + ranked.argsort(dim=-1, descending=True, stable=True)[:, : self.left(x.shape[1]) - p]
         x = torch.cat([x[:, :p], gather_tokens(x, best)], dim=1)
         return x, None if size is None else torch.cat([size[:, :p], gather_tokens(size, best)], dim=1)
 

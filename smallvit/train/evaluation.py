@@ -116,12 +116,11 @@ def packed(score: PerImage, count: int, source: str, lower: bool = False) -> dic
         raise ValueError(f"{source} with {len(values)} values for {count} images; expected one for each, in their order")
     if score.right is not None and len(score.right) != count:
         raise ValueError(f"{source} with {len(score.right)} values of `right` for {count} images; expected one for each")
-    says_right = values.dtype.kind in "biu" and not lower and set(values.tolist()) <= {0, 1}
-    known = values if score.right is None and says_right else score.right
-    right = {} if known is None else {"correct": packing.pack_bits(known)}
-    if right and ((values == 0) | (values == 1)).all() and packing.pack_bits(values) == right["correct"]:
-        return right
-    return {"contributions": packing.pack_floats(values)} | right
+    bits = packing.pack_bits(values) if ((values == 0) | (values == 1)).all() else None
+    says_right = values.dtype.kind in "biu" and not lower
+    right = packing.pack_bits(score.right) if score.right is not None else bits if says_right else None
+    found = {} if right is None else {"correct": right}
+    return found if found and right == bits else {"contributions": packing.pack_floats(values)} | found
 
 
 def test_part(data: Dataset) -> dict:

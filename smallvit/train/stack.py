@@ -44,9 +44,9 @@ class Stack:
 
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
     bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone, and so
-    must be two steps of an optimizer that is none of smallvit's. Models
-    with random numbers inside a step (dropout), with tied weights, or whose number of tokens depends on the image, cannot be
-    stacked. Nor can models with a module that says why in its attribute `not_stackable`.
+    must be two steps of an optimizer of a user's own. Models with random numbers inside a step (dropout), with tied weights, or
+    whose number of tokens depends on the image, cannot be stacked. Nor can models with a module that says why in its attribute
+    `not_stackable`.
 
     `resumed=True` leaves out this check, for members that were trained together until their checkpoint.
 
