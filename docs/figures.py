@@ -439,7 +439,7 @@ def draw_label_spreading(style: Style) -> Figure:
     others = torch.ones(len(train), dtype=torch.bool).index_fill(0, first, False)
     labelled, unlabelled = train.take(first), train.take(others.nonzero()[:, 0])
     model = Pixels(data.spec.size, data.spec.channels, 10)
-    found = label_spreading(model, labelled, unlabelled, neighbours=10)
+    found = label_spreading(model, labelled, unlabelled, neighbors=10)
     guesses = train.labels.clone().index_fill(0, first, 0)
     guesses[others] = found
     guesses[first] = labelled.labels
@@ -490,13 +490,13 @@ def draw_augmentation(style: Style) -> Figure:
 
 
 def curves(arm: str, seed: int = 0, labels: int = 100) -> np.ndarray:
-    """Return the validation curve of a run of `regularise`: rows of (step, accuracy), from the committed records."""
+    """Return the validation curve of a run of `regularize`: rows of (step, accuracy), from the committed records."""
     from smallvit.record import read_records
 
-    for record in read_records(ROOT / "recipes" / "regularise.jsonl"):
+    for record in read_records(ROOT / "recipes" / "regularize.jsonl"):
         if (record.arm, record.seed, record.labels) == (arm, seed, labels):
             return np.array([(step, 100 * accuracy) for step, _, accuracy in record.curve])
-    raise ValueError(f"regularise has no run of {arm!r} with seed {seed}")
+    raise ValueError(f"regularize has no run of {arm!r} with seed {seed}")
 
 
 def draw_regularization(style: Style) -> Figure:

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 # what the table says -> recipe and arm that measured it (`ablation` where it has the technique, so that most rows have one
 # baseline), and the documentation page of the technique
 TECHNIQUES = {
-    "Deformed images": ("regularise", "deformations", "augmentation"),
+    "Deformed images": ("regularize", "deformations", "augmentation"),
     "Mixup": ("ablation", "mixup", "augmentation"),
     "Dropout": ("ablation", "dropout", "regularization"),
     "Stochastic depth": ("ablation", "stochastic depth", "regularization"),
@@ -102,7 +102,7 @@ OTHER_LABELS = {
 # frozen features -> recipe, arm with few labels, and arm with all labels
 FROZEN = {
     "raw pixels": ("dino", "pixels, logistic regression", "raw pixels (all labels)"),
-    "random weights": ("dino", "random initialisation", "random weights (all labels)"),
+    "random weights": ("dino", "random initialization", "random weights (all labels)"),
     "MAE on all digits": ("mae", "MAE on all digits (frozen)", None),
     "DINO on all digits": ("dino", "DINO on all digits (frozen)", "DINO on all digits (all labels)"),
 }
@@ -113,7 +113,7 @@ MODELS = {
     "small ViT with convolutions, Muon, 9,600 steps": (["records"], "small ViT"),
     "plain ViT, 2,400 steps": (["inductive_bias", "few_and_many"], "scratch"),
     "small CNN, 2,400 steps": (["inductive_bias", "few_and_many"], "small CNN"),
-    "nearest neighbor on pixels": (["inductive_bias", "few_and_many"], "pixels, nearest neighbour"),
+    "nearest neighbor on pixels": (["inductive_bias", "few_and_many"], "pixels, nearest neighbor"),
     "DINO, label spreading, unlabelled digits": (["pseudo_labels"], "DINO, labels spread"),
     "FixMatch, unlabelled digits": (["semi_supervised", "few_and_many"], "FixMatch"),
 }
@@ -538,7 +538,7 @@ def with_tables(text: str, page: str) -> str:
 RUN_AGAIN = {
     "explain": "Positions, compared with learned ones",
     "hyperparameters": "Sizes and options of the model",
-    "regularise": "Regularization",
+    "regularize": "Regularization",
     "spt_lsa": "Shifted patches, locality attention, stem",
 }
 

@@ -125,7 +125,7 @@ all_labels = Splits(data.subset(labels=None, val=run.val, seed=run.seed).train, 
 print(f"{'':25} knn_1   knn_5   linear_probe   few_shot")
 references = [("this run", model, True), ("random initialization", untrained, True), ("raw pixels", pixels, False)]
 for name, other, scaled in references:
-    row = dict(linear_probe(other, splits, standardise=scaled)) | dict(knn(other, splits)) | dict(few_shot(other, all_labels))
+    row = dict(linear_probe(other, splits, standardize=scaled)) | dict(knn(other, splits)) | dict(few_shot(other, all_labels))
     print(f"{name:25} {row['knn_1']:.1%}   {row['knn_5']:.1%}   {row['linear_probe']:.1%}          {row['few_shot']:.1%}")
 
 # %% [markdown]

@@ -135,7 +135,7 @@ attention_figure(reduced, images, block=-1)
 # %%
 torch.manual_seed(0)
 vit = ViT(data.spec.size, data.spec.channels, len(data.spec.classes), tokenizer=partial(PatchEmbed, patch=2), dim=48, depth=4)
-mae = MAE(vit, ratio=0.5, normalise=False)
+mae = MAE(vit, ratio=0.5, normalize=False)
 optimizer = torch.optim.AdamW(mae.parameters(), lr=2e-3)
 steps = 10 if SHORT else 1_000
 for step in range(steps):

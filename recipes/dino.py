@@ -88,7 +88,7 @@ scratch = Run(data=mnist, model=vit, augment=augment.digits(), steps=2_400, batc
 pretrained = Run(
     data=mnist,
     model=vit,
-    objective=partial(DINO, layers=1, prototypes=24, momentum=0.97, koleo=0.1, neighbours=10, share=0.9, settle=0.2),
+    objective=partial(DINO, layers=1, prototypes=24, momentum=0.97, koleo=0.1, neighbors=10, share=0.9, settle=0.2),
     augment=augment.digit_crops(local=0),
     unlabelled=True,
     steps=3_000,
@@ -120,7 +120,7 @@ RUNS = ablate(
     labels=[10, 100, 1_000],
     tune=Tune({"lr": (3e-4, 6e-3)}, trials=8, seeds=4, val=3_000, steps=0.25, common=False),
     baseline={"DINO on all digits": AS_LONG, "DINO on all digits (frozen)": AS_LONG, LONGER: AS_LONG},
-    references=["pixels, logistic regression", "random initialisation"],
+    references=["pixels, logistic regression", "random initialization"],
     extra_references=imagenet_vit_s(scratch, scratch=False),
 ) + ablate(
     {

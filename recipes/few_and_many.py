@@ -67,7 +67,7 @@ from smallvit import (
 scratch = mnist_baseline().vary(steps=2_400)
 AS_LONG = "six times the steps"
 mae = scratch.vary(
-    objective=partial(MAE, ratio=0.5, normalise=False),
+    objective=partial(MAE, ratio=0.5, normalize=False),
     augment=(),
     unlabelled=True,
     steps=4_000,

@@ -40,7 +40,7 @@ vit = partial(ViT, tokenizer=ConvStem, pool=MeanTokens, block=partial(Block, mlp
 scratch = Run(data=mnist, model=vit, augment=augment.digits(), steps=1_000, batch=32, lr=2e-3)
 
 pretrained = scratch.vary(
-    objective=partial(MAE, ratio=0.5, normalise=False),
+    objective=partial(MAE, ratio=0.5, normalize=False),
     augment=(),
     unlabelled=True,
     steps=4_000,

@@ -58,7 +58,7 @@ scratch = Run(data=mnist, model=vit, augment=augment.digits(), steps=2_400, batc
 pretrained = Run(
     data=mnist,
     model=vit,
-    objective=partial(DINO, layers=1, prototypes=24, momentum=0.97, koleo=0.1, neighbours=10, share=0.9, settle=0.2),
+    objective=partial(DINO, layers=1, prototypes=24, momentum=0.97, koleo=0.1, neighbors=10, share=0.9, settle=0.2),
     augment=augment.digit_crops(local=0),
     unlabelled=True,
     steps=3_000,

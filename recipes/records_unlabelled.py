@@ -56,7 +56,7 @@ vit = partial(ViT, tokenizer=ConvStem, pool=Projected, block=partial(Block, mlp_
 pretrained = Run(
     data=mnist,
     model=vit,
-    objective=partial(DINO, layers=1, prototypes=24, momentum=0.97, koleo=0.1, neighbours=10, share=0.9, settle=0.2),
+    objective=partial(DINO, layers=1, prototypes=24, momentum=0.97, koleo=0.1, neighbors=10, share=0.9, settle=0.2),
     augment=augment.digit_crops(local=0),
     unlabelled=True,
     steps=3_000,

@@ -53,7 +53,7 @@ views = {"augment": augment.digit_crops(local=0), "clip": 0.0}
 pretrained = {
     "DINO": without_labels(objective=partial(DINO, prototypes=64, momentum=0.97, koleo=0.1), batch=64, **views),
     "LeJEPA": without_labels(objective=LeJEPA, batch=128, **views),
-    "MAE": without_labels(objective=partial(MAE, ratio=0.5, normalise=False), batch=64, augment=()),
+    "MAE": without_labels(objective=partial(MAE, ratio=0.5, normalize=False), batch=64, augment=()),
     "data2vec": without_labels(objective=Data2Vec, batch=64, augment=()),
 }
 

@@ -19,7 +19,7 @@ def label_spreading(
     labelled: Images,
     unlabelled: Images,
     *,
-    neighbours: int = 10,
+    neighbors: int = 10,
     alpha: float = 0.99,
     steps: int = 100,
     of: str = "head",
@@ -29,7 +29,7 @@ def label_spreading(
     """Return an estimated label for each of the `unlabelled` images, as int64 (label spreading). The known labels of the
     `labelled` images spread to images with similar features. The `model` computes the features.
 
-    neighbours   two images are connected if one is among this many nearest neighbors of the other, by cosine similarity
+    neighbors   two images are connected if one is among this many nearest neighbors of the other, by cosine similarity
     alpha        weight of the neighbors' labels, relative to the known label, between 0 and 1
     steps        number of iterations
     of, layers, norm   which features of the model to use, as in `features`
@@ -53,12 +53,12 @@ def label_spreading(
     total = len(labelled) + len(unlabelled)
     if not 0 < alpha < 1 or steps < 1:
         raise ValueError(f"alpha is {alpha} and steps is {steps}; expected 0 < alpha < 1 and at least 1 step")
-    if not 1 <= neighbours < total:
-        raise ValueError(f"neighbours is {neighbours}; expected at least 1, and fewer than the {total} images")
+    if not 1 <= neighbors < total:
+        raise ValueError(f"neighbors is {neighbors}; expected at least 1, and fewer than the {total} images")
     parts = [torch.from_numpy(features(model, images, of=of, layers=layers, norm=norm)) for images in (labelled, unlabelled)]
     x = nn.functional.normalize(torch.cat(parts), dim=1).numpy()
     labels = torch.cat([labelled.labels, torch.full_like(unlabelled.labels, -1)]).numpy()  # -1 means unlabelled
-    nearest = csr_matrix(kneighbors_graph(x, neighbours))
+    nearest = csr_matrix(kneighbors_graph(x, neighbors))
     graph = nearest.maximum(nearest.T)
     # a kernel may be a function of the features; this one returns the graph
     spreading = LabelSpreading(alpha=alpha, max_iter=steps, tol=0.0).set_params(kernel=lambda *_: graph)

@@ -36,7 +36,7 @@ FORMAT = 2  # of a record; raised when the meaning of a field changes
 CHECKSUM = "checksum"  # in the JSON of a record: the hash of all other fields
 MOST_BYTES = 2**26  # of one record; a file with all records of a recipe may have 16 times as many
 MOST_WEIGHTS = 2**36  # bytes of a file of weights
-RANDOM = "random initialisation"  # the reference arm that probes an untrained model
+RANDOM = "random initialization"  # the reference arm that probes an untrained model
 
 ROLES = ("baseline", "technique", "reference", "dependency")
 STATUSES = ("finished", "failed", "unavailable", "interrupted", "missing")

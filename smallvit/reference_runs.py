@@ -43,10 +43,10 @@ def standard_references(arms: list[Run]) -> dict[str, Run]:
     baseline = arms[0]
     judge = baseline.evaluators[0]
     untrained = SUPERVISED | {"steps": 0, "augment": (), "ema": 0.0, "early_stop": 0}
-    neighbour, linear = with_metric_of(judge, knn), with_metric_of(judge, linear_probe_of_pixels)
-    pixels = replace(baseline, model=Pixels, **untrained, evaluators=(neighbour,))
+    neighbor, linear = with_metric_of(judge, knn), with_metric_of(judge, linear_probe_of_pixels)
+    pixels = replace(baseline, model=Pixels, **untrained, evaluators=(neighbor,))
     probes = (linear, *probes_for_pixels(arms))
-    references = {"pixels, logistic regression": replace(pixels, evaluators=probes), "pixels, nearest neighbour": pixels}
+    references = {"pixels, logistic regression": replace(pixels, evaluators=probes), "pixels, nearest neighbor": pixels}
     if baseline.steps:
         transforms = tuple(transform for transform in baseline.augment if not isinstance(transform, MultiCrop))
         evaluators = evaluators_of_model(judge)
@@ -55,7 +55,7 @@ def standard_references(arms: list[Run]) -> dict[str, Run]:
     return references if probed is None else references | {RANDOM: replace(probed, **untrained)}
 
 
-linear_probe_of_pixels = partial(linear_probe, standardise=False)
+linear_probe_of_pixels = partial(linear_probe, standardize=False)
 
 
 def evaluators_of_model(judge: Callable) -> tuple[Callable, ...]:

@@ -32,8 +32,8 @@ def by_arm(entries: list[ArmRun], **condition) -> dict[str, ArmRun]:
 def test_some_of_the_standard_references_can_be_chosen():
     arms = {"a": BASE, "b": LSA}
     everything = {e.arm: e for e in ablate(arms, seeds=[0]) if e.role == "reference"}
-    assert list(everything) == ["pixels, logistic regression", "pixels, nearest neighbour", "small CNN"]
-    for names in (["small CNN"], "small CNN", ["pixels, nearest neighbour", "small CNN"]):
+    assert list(everything) == ["pixels, logistic regression", "pixels, nearest neighbor", "small CNN"]
+    for names in (["small CNN"], "small CNN", ["pixels, nearest neighbor", "small CNN"]):
         chosen = [names] if isinstance(names, str) else names
         found = [e for e in ablate(arms, seeds=[0], references=names) if e.role == "reference"]
         assert found == [everything[name] for name in chosen]
@@ -59,7 +59,7 @@ def test_every_arm_and_its_pretraining_is_scaled_to_each_length():
 
 def test_untrained_reference_is_the_same_run_at_each_length():
     entries = ablate({"a": BASE}, seeds=[0], steps=[500, 1_000, 2_000])
-    pixels = [entry for entry in entries if entry.arm == "pixels, nearest neighbour"]
+    pixels = [entry for entry in entries if entry.arm == "pixels, nearest neighbor"]
     assert [entry.length for entry in pixels] == [500, 1_000, 2_000] and len({fingerprint(e.run) for e in pixels}) == 1
     assert {entry.run.steps for entry in pixels} == {0}
 

@@ -501,7 +501,7 @@ def test_texts_of_the_answer():
 
 def judged(advice: tuple[str, float], cnn: tuple[str, float]) -> Comparison:
     """A comparison in which the plain ViT reaches 90% and the others have these verdicts and means."""
-    found = compare(read_records(find_recipe("regularise").with_suffix(".jsonl")))
+    found = compare(read_records(find_recipe("regularize").with_suffix(".jsonl")))
     row = next(row for row in found.main_rows if row.arm == "mixup")
     arms = {PLAIN: (None, 0.9), ADVICE: advice, CNN: cnn}
     condition = row.condition._replace(labels=None)
@@ -547,10 +547,10 @@ def test_model_that_was_shown_to_be_best_is_kept_and_advised(advice, cnn, kept, 
 )
 def test_other_models_are_compared_by_name_and_raw_pixels_with_the_recommended_model(advice, cnn, pixels, compared, warned):
     found = judged(advice, cnn)
-    reference = replace(found.rows[0], arm="pixels, nearest neighbour", role="reference", mean=pixels)
+    reference = replace(found.rows[0], arm="pixels, nearest neighbor", role="reference", mean=pixels)
     sentences = answer(replace(found, rows=(*found.rows, reference)), [Option("stem", {"dim": "96"})])
     assert any(re.search(compared, sentence) for sentence in sentences), sentences
-    assert ("Even nearest neighbour on raw pixels" in sentences[-1]) == warned
+    assert ("Even nearest neighbor on raw pixels" in sentences[-1]) == warned
 
 
 @pytest.mark.parametrize("score, learned", [(0.52, False), (0.9, True)])

@@ -640,7 +640,7 @@ def test_digits_preset_is_safe_for_digits(strength):
     assert [transform.unsafe_for_digits for transform in strong_digits(min(strength, 1.2))] == [None, None]
 
 
-@pytest.mark.parametrize("preset", [digits, photos, strong_digits, partial(strong_photos, colour=False)])
+@pytest.mark.parametrize("preset", [digits, photos, strong_digits, partial(strong_photos, color=False)])
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_presets_are_off_at_strength_0_and_change_more_with_strength(preset, channels):
     batch = random_batch(64, channels)

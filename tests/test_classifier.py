@@ -128,7 +128,7 @@ def test_rows_images_bytes_and_floats_train_the_same_model(digits):
     assert all(np.array_equal(first, other) for other in others)
 
 
-def test_rows_of_colour_images_of_any_shape():
+def test_rows_of_color_images_of_any_shape():
     X = np.random.default_rng(0).integers(0, 256, (20, 4 * 6 * 3), dtype=np.uint8)
     fitted = classifier(rescale=False, image_shape=(4, -1, 3), steps=1).fit(X, np.arange(20) % 2)
     assert fitted.image_shape_ == (4, 6, 3) and fitted.n_features_in_ == 72

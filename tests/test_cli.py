@@ -348,9 +348,9 @@ def test_arm_whose_loss_becomes_infinite_does_not_stop_a_dry_run(workdir, monkey
     monkeypatch.setattr(Training, "validate", lambda self: diverge(self, run.steps))
     assert plan.estimate(run, "cpu") > 0, "steps that the run does not have were counted"
     monkeypatch.setattr(Training, "validate", lambda self: diverge(self, 0))
-    assert main(["run", "mine.py", "--dry-run", "--only", "arm=scratch,pixels, nearest neighbour"]) == 0
+    assert main(["run", "mine.py", "--dry-run", "--only", "arm=scratch,pixels, nearest neighbor"]) == 0
     out = capsys.readouterr().out
-    assert "scratch: 4 runs of 6 steps, cannot be timed: the loss is nan\n" in out and "nearest neighbour: 4 runs of 0 steps, about" in out
+    assert "scratch: 4 runs of 6 steps, cannot be timed: the loss is nan\n" in out and "nearest neighbor: 4 runs of 0 steps, about" in out
     assert "of each arm; without 4 runs that cannot be timed\n" in out
 
 
@@ -392,7 +392,7 @@ def test_summary_of_an_arm_and_of_timm_models(words, start, rows, parameters, wo
 def test_smoke_test_trains_every_arm_and_leaves_the_real_runs_alone(workdir, capsys):
     assert main(["run", "mine.py", "--smoke", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
-    assert all(arm in out for arm in ("scratch", "+LSA", "small CNN", "pixels, nearest neighbour"))
+    assert all(arm in out for arm in ("scratch", "+LSA", "small CNN", "pixels, nearest neighbor"))
     assert not (workdir / "runs" / "mine").exists()
 
 

@@ -154,18 +154,18 @@ def test_a_projected_pool_with_one_head_layer_is_the_full_head():
 
 
 def test_neighbors_change_nothing_before_the_run_has_settled():
-    plain, other = make_dino(), make_dino(neighbours=2, settle=0.5, bank=8)
+    plain, other = make_dino(), make_dino(neighbors=2, settle=0.5, bank=8)
     assert not [name for name in plain.state_dict() if "bank" in name]
     for step in range(3):
         losses = [dino(make_batch(seed=step), step / 10)["loss"] for dino in (plain, other)]
         assert losses[0].item() == losses[1].item() and torch.equal(plain.loss.center, other.loss.center)
-    assert make_dino(neighbours=2, share=0.0, settle=0.0, bank=8)(make_batch(), 0.1)["loss"].isfinite()
+    assert make_dino(neighbors=2, share=0.0, settle=0.0, bank=8)(make_batch(), 0.1)["loss"].isfinite()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_targets_with_neighbors_by_hand(share):
     """A loop over images: the nearest images, the current teacher's outputs for them, the cross-entropy of each pair."""
-    dino = make_dino(neighbours=3, share=share, settle=0.25, bank=10, batch_norm=False, koleo=0.0).eval()
+    dino = make_dino(neighbors=3, share=share, settle=0.25, bank=10, batch_norm=False, koleo=0.0).eval()
     bank: list[tuple] = []
     for step in range(4):  # 24 images for a bank of 10
         batch = make_batch(seed=step, local=0)
@@ -195,21 +195,21 @@ def test_targets_with_neighbors_by_hand(share):
 
 def test_an_image_is_not_its_own_neighbor():
     """While all batches have the same single image, there is no neighbor and the loss is the plain one."""
-    plain, dino = make_dino(batch_norm=False), make_dino(neighbours=1, settle=0.0, bank=8, batch_norm=False)
+    plain, dino = make_dino(batch_norm=False), make_dino(neighbors=1, settle=0.0, bank=8, batch_norm=False)
     for seed, equal in ((0, True), (0, True), (0, True), (1, False), (0, False)):
         losses = [made(make_batch(b=1, seed=seed), 0.5)["loss"].item() for made in (plain, dino)]
         assert (losses[0] == losses[1]) == equal
 
 
 def test_the_bank_has_features_before_and_after_the_projection_and_is_saved():
-    dino = make_dino(PROJECTED, layers=1, neighbours=1, bank=8).eval()
+    dino = make_dino(PROJECTED, layers=1, neighbors=1, bank=8).eval()
     batch = make_batch(local=0)
     dino(batch, 0.0)
     tokens, _ = dino.model.tokens(batch.images)
     assert torch.allclose(dino.bank.features[:6], normalize(tokens.mean(1), dim=-1), atol=1e-6)
     projections = normalize(dino.teacher_head.layers(dino.model.features(batch.images)), dim=-1)
     assert torch.allclose(dino.bank.projections[:6], projections, atol=1e-6)
-    loaded = make_dino(PROJECTED, layers=1, neighbours=1, bank=8)
+    loaded = make_dino(PROJECTED, layers=1, neighbors=1, bank=8)
     loaded.load_state_dict(dino.state_dict())
     assert torch.equal(loaded.bank.features, dino.bank.features) and loaded.bank.count == dino.bank.count == 6
 
@@ -283,8 +283,8 @@ def test_the_teacher_has_no_dropout_in_a_loop_that_never_calls_train():
     assert dino.training and torch.equal(dino.model.features(batch.views[0]), dino.model.features(batch.views[0]))
 
 
-def test_neighbours_are_found_in_half_precision():
-    dino = make_dino(neighbours=2, bank=16, settle=0.0).bfloat16()
+def test_neighbors_are_found_in_half_precision():
+    dino = make_dino(neighbors=2, bank=16, settle=0.0).bfloat16()
     losses = [dino(make_batch(seed=seed, dtype=torch.bfloat16), 0.5)["loss"] for seed in range(3)]
     assert all(loss.isfinite() for loss in losses)
 
@@ -386,7 +386,7 @@ RANGES = ("freeze", "momentum", "warmup", "clip", "center_momentum", "student_te
     "options, message",
     [({name: -1}, f"^{name} is -1") for name in RANGES]
     + [
-        ({"neighbours": 9, "bank": 8}, "neighbours is 9"),
+        ({"neighbors": 9, "bank": 8}, "neighbors is 9"),
         ({"share": 1.5}, "share is 1.5"),
         ({"layers": 2}, "layers is 2; expected 3, or 1"),
         ({"vit": lambda: nn.Linear(2, 2)}, r"Linear has no features.* give it a method features\(x\) .* attribute head, an nn.Linear"),
@@ -407,7 +407,7 @@ def test_options_out_of_range_are_refused(options, message):
         ({}, make_batch()._replace(views=(torch.randn(12, 1, 8, 8), torch.randn(5, 1, 4, 4))), r"tensors of \[12, 5\] images"),
         ({}, make_batch(b=0), r"tensors of \[0, 0\] images for a batch of 0"),
         ({}, make_batch(size=5), r"patches of 2 pixels do not tile an image of 5 x 5; .* 4 x 4 or 6 x 6"),
-        ({"neighbours": 2, "bank": 4}, make_batch(), "the bank holds 4 images and a batch has 6"),
+        ({"neighbors": 2, "bank": 4}, make_batch(), "the bank holds 4 images and a batch has 6"),
     ],
     ids=["no views", "separate views", "three views", "part of the views", "no images", "size of views", "small bank"],
 )
@@ -555,7 +555,7 @@ def test_losses_are_computed_in_full_precision_inside_autocast():
 
 @pytest.mark.parametrize("pool", [MeanTokens, partial(Projected, pool=MeanTokens, hidden=16)], ids=["mean", "projected"])
 def test_the_patch_term_works_with_other_pools_and_half_precision(pool):
-    dino = make_dino(partial(VIT, pool=pool), **PATCHES, neighbours=1, settle=0.0, bank=16, koleo=0.1)
+    dino = make_dino(partial(VIT, pool=pool), **PATCHES, neighbors=1, settle=0.0, bank=16, koleo=0.1)
     for _ in range(2):
         torch.manual_seed(1)
         loss = dino(make_batch(), 0.5)["loss"]

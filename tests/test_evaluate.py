@@ -39,7 +39,7 @@ EVALUATORS = {
     "augmented accuracy": partial(augmented_accuracy, augment=augment.digits(), copies=2),
     "knn": knn,
     "linear_probe": linear_probe,
-    "linear_probe unscaled": partial(linear_probe, standardise=False),
+    "linear_probe unscaled": partial(linear_probe, standardize=False),
     "few_shot": partial(few_shot, shots=5),
     "cost": partial(cost, batch=4, repeats=1),
 }

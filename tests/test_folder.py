@@ -184,7 +184,7 @@ def test_float_pixels_read_what_uint8_refuses(tmp_path):
     assert 'pixels="float"' in error_of(tmp_path, size=8, channels=3, folds=2) and len(expected) > 25
 
 
-def test_grey_among_color_and_other_sizes_need_options(tmp_path):
+def test_gray_among_color_and_other_sizes_need_options(tmp_path):
     write_class_folders(tmp_path)
     Image.fromarray(noise(c=1)).save(tmp_path / "cat" / "gray.png")
     message = r"cat/gray.png is (6, 9, 1) (h, w, c) but cat/0.png is (6, 9, 3): set channels="
@@ -514,7 +514,7 @@ def test_labels_of_images_without_labels_are_never_used(tmp_path):
     subset = dataset.subset(labels=None, val=2, seed=0)
     run = Run(data=data.digits, model=TINY_VIT, steps=2, batch=8, val=2)
     semi = run.vary(objective=partial(SemiSupervised, weak=(), strong=(), align=True))
-    spread = run.vary(init=run, pseudo_labels=partial(label_spreading, neighbours=3), unlabelled=True)
+    spread = run.vary(init=run, pseudo_labels=partial(label_spreading, neighbors=3), unlabelled=True)
     for one in (semi, spread, run.vary(objective=MAE, unlabelled=True)):
         weights = []
         for part in (dataset, other):

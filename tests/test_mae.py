@@ -142,11 +142,11 @@ def test_only_the_seed_decides_which_patches_are_hidden():
 # The loss
 
 
-@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_loss_is_the_squared_error_of_hidden_patches(normalise, channels):
+def test_the_loss_is_the_squared_error_of_hidden_patches(normalize, channels):
     model = ViT((8, 12), channels, 5, dim=8, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=4)).double()
-    mae = MAE(model, ratio=0.5, normalise=normalise, **SMALL).double()
+    mae = MAE(model, ratio=0.5, normalize=normalize, **SMALL).double()
     images = random_images(model, 2).double()
     _, hidden = mae.hide(images)
     predicted = torch.randn(2, 3, 16 * channels, dtype=torch.float64)
@@ -155,8 +155,8 @@ def test_the_loss_is_the_squared_error_of_hidden_patches(normalise, channels):
         for patch, row in zip(patches, rows):
             r, s = divmod(patch, 3)
             values = [image[c, 4 * r + y, 4 * s + x].item() for y in range(4) for x in range(4) for c in range(channels)]
-            mean = sum(values) / len(values) if normalise else 0.0
-            var = sum((v - mean) ** 2 for v in values) / (len(values) - 1) + 1e-6 if normalise else 1.0
+            mean = sum(values) / len(values) if normalize else 0.0
+            var = sum((v - mean) ** 2 for v in values) / (len(values) - 1) + 1e-6 if normalize else 1.0
             errors += [(g - (v - mean) / math.sqrt(var)) ** 2 for g, v in zip(row, values)]
     assert mae.error(predicted, images, hidden).item() == pytest.approx(sum(errors) / len(errors), rel=1e-12)
 
@@ -169,15 +169,15 @@ def test_the_loss_of_a_model_of_half_precision_is_computed_in_float32():
     assert torch.equal(mae.bfloat16().error(predicted, images.bfloat16(), hidden), expected)
 
 
-@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_loss_is_that_of_lightlys_functions(normalise, channels):
-    mae = MAE(ViT((28, 28), channels, 5, dim=24, depth=1, heads=3), normalise=normalise, **SMALL)
+def test_the_loss_is_that_of_lightlys_functions(normalize, channels):
+    mae = MAE(ViT((28, 28), channels, 5, dim=24, depth=1, heads=3), normalize=normalize, **SMALL)
     images = random_images(mae.model)
     keep, masked = utils.random_token_mask((3, 50), 0.75)
     predicted = mae.decoder(mae.encode(images, keep[:, 1:] - 1), keep[:, 1:] - 1, masked - 1, (7, 7))
     targets = utils.get_at_index(utils.patchify(images, 4), masked - 1)
-    targets = utils.normalize_mean_var(targets, dim=-1) if normalise else targets
+    targets = utils.normalize_mean_var(targets, dim=-1) if normalize else targets
     assert mae.error(predicted, images, masked - 1).item() == pytest.approx(F.mse_loss(predicted, targets).item(), rel=1e-6)
 
 
@@ -296,9 +296,9 @@ def test_hidden_zeros_do_not_change_tokens_of_their_own_patch():
     assert torch.equal(mae.encode(images, shown), model.norm(x))
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_no_visible_pixel_is_a_target(normalise):
-    mae = MAE(TINY(), normalise=normalise, **SMALL)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_no_visible_pixel_is_a_target(normalize):
+    mae = MAE(TINY(), normalize=normalize, **SMALL)
     images = random_images(mae.model).requires_grad_()
     _, hidden = mae.hide(images)
     mae.error(torch.randn(3, 12, 49), images, hidden).backward()
@@ -401,7 +401,7 @@ def test_patches_need_not_be_square_nor_have_several_pixels():
     assert mae.patch == (7, 8) and mae.decoder.pixels.out_features == 7 * 8 * 2
     mae(make_batch(random_images(model)), 0.0)["loss"].backward()
     model = ViT((6, 5), 1, 5, dim=16, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=1))
-    assert MAE(model, normalise=False, **SMALL)(make_batch(random_images(model)), 0.0)["loss"].isfinite()
+    assert MAE(model, normalize=False, **SMALL)(make_batch(random_images(model)), 0.0)["loss"].isfinite()
 
 
 def test_images_of_another_size_with_equal_patches_work():
@@ -439,7 +439,7 @@ def test_an_image_that_the_tokens_do_not_divide_is_refused_with_the_nearest_size
         ({}, dict(ratio=0.95), "ratio 0.95 of 16 patches shows 0 and hides 16"),
         (dict(tokenizer=partial(PatchEmbed, patch=14)), dict(ratio=0.9), r"ratio 0\.9 of 4 patches shows 0 and hides 4"),
         (dict(tokenizer=partial(PatchEmbed, patch=28)), {}, "ratio 0.75 of 1 patches shows 0 and hides 1"),
-        (dict(tokenizer=partial(PatchEmbed, patch=1)), {}, "1 pixel and 1 channel has no variance; expected normalise=False"),
+        (dict(tokenizer=partial(PatchEmbed, patch=1)), {}, "1 pixel and 1 channel has no variance; expected normalize=False"),
         ({}, dict(decoder_depth=0), "decoder_depth is 0; expected at least 1"),
         ({}, dict(decoder_depth=2.5), "decoder_depth is 2.5; expected an integer"),
         ({}, dict(decoder_heads=0), "decoder_heads is 0; expected an integer"),
@@ -484,9 +484,9 @@ def test_images_and_patches_that_do_not_fit_are_refused(call, message):
 # Reconstructions
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_reconstructions_have_visible_patches_as_given_and_hidden_patches_as_predicted(normalise):
-    mae = MAE(ViT((24, 40), 3, 5, dim=24, depth=2, heads=3), ratio=0.6, normalise=normalise, **SMALL)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_reconstructions_have_visible_patches_as_given_and_hidden_patches_as_predicted(normalize):
+    mae = MAE(ViT((24, 40), 3, 5, dim=24, depth=2, heads=3), ratio=0.6, normalize=normalize, **SMALL)
     images = torch.randn(3, 3, 24, 40)
     found = mae.reconstruct(images, seed=2)
     assert all(x.shape == images.shape for x in found) and found.mask.dtype == torch.bool
@@ -496,34 +496,34 @@ def test_reconstructions_have_visible_patches_as_given_and_hidden_patches_as_pre
         assert torch.equal(picture[~found.mask], images[~found.mask]) and (picture != images)[found.mask].all()
     again, other = mae.reconstruct(images, seed=2), mae.reconstruct(images, seed=3)
     assert all(map(torch.equal, again, found)) and not torch.equal(other.mask, found.mask)
-    assert torch.equal(found.predicted, found.helped) == (not normalise)
+    assert torch.equal(found.predicted, found.helped) == (not normalize)
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_predicted_images_contain_no_information_of_hidden_pixels(normalise):
-    mae = MAE(TINY(), normalise=normalise, **SMALL)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_predicted_images_contain_no_information_of_hidden_pixels(normalize):
+    mae = MAE(TINY(), normalize=normalize, **SMALL)
     images = random_images(mae.model)
     found = mae.reconstruct(images)
     other = mae.reconstruct(torch.where(found.mask, 100 * torch.randn_like(images), images))
     assert torch.equal(other.mask, found.mask)
     assert torch.equal(other.predicted, found.predicted) and torch.equal(other.masked, found.masked)
-    assert torch.equal(other.helped, found.helped) == (not normalise)
+    assert torch.equal(other.helped, found.helped) == (not normalize)
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_a_perfect_decoder_reconstructs_the_image(normalise):
-    """With `normalise` only `helped` is the image; `predicted` has the mean and deviation of the visible pixels."""
-    mae = MAE(TINY(), normalise=normalise, **SMALL)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_perfect_decoder_reconstructs_the_image(normalize):
+    """With `normalize` only `helped` is the image; `predicted` has the mean and deviation of the visible pixels."""
+    mae = MAE(TINY(), normalize=normalize, **SMALL)
     images = random_images(mae.model) * 3 + 5
 
     def perfect(tokens, shown, hidden, grid):
         patches = torch.gather(patchify(images, grid), 1, hidden[..., None].expand(-1, -1, 49))
-        return F.layer_norm(patches, (49,)) * (48 / 49) ** 0.5 if normalise else patches
+        return F.layer_norm(patches, (49,)) * (48 / 49) ** 0.5 if normalize else patches
 
     mae.decoder.forward = perfect
     found = mae.reconstruct(images)
     assert_close(found.helped, images, 1e-3)
-    if normalise:
+    if normalize:
         assert (found.predicted - images).abs().max() > 0.1
         visible = images[0][~found.mask[0]]
         hidden = patchify(found.predicted, (4, 4))[0][patchify(found.mask, (4, 4))[0].all(1)]
@@ -543,7 +543,7 @@ def test_a_reconstruction_changes_neither_the_model_nor_the_random_generator():
 
 
 def test_a_faint_pixel_is_almost_as_large_a_target_as_a_stroke():
-    """As the docstring says of `normalise`; a black patch is no target."""
+    """As the docstring says of `normalize`; a black patch is no target."""
     mae, images = MAE(TINY(tokenizer=partial(PatchEmbed, patch=4)), **SMALL), torch.zeros(1, 1, 28, 28)
     errors = []
     for value in (0.0, 1 / 255, 1.0):
@@ -613,17 +613,17 @@ def blobs(b):
     return (-((x - center[:, 0]) ** 2 + (y - center[:, 1]) ** 2) / 30).exp()[:, None] * 2 - 0.7
 
 
-@pytest.mark.parametrize("make, normalise, steps", slow_after(1, [(ShiftedPatchEmbed, True, 70), (PatchEmbed, False, 140)]))
-def test_training_learns_to_predict_hidden_patches(make, normalise, steps):
+@pytest.mark.parametrize("make, normalize, steps", slow_after(1, [(ShiftedPatchEmbed, True, 70), (PatchEmbed, False, 140)]))
+def test_training_learns_to_predict_hidden_patches(make, normalize, steps):
     """On new images the error is far below that of the best constant."""
     model = ViT((12, 12), 1, 5, dim=24, depth=1, heads=3, tokenizer=partial(make, patch=4))
-    mae = MAE(model, ratio=0.5, decoder_dim=32, decoder_depth=1, normalise=normalise)
+    mae = MAE(model, ratio=0.5, decoder_dim=32, decoder_depth=1, normalize=normalize)
     optimizer = torch.optim.AdamW(decay_groups(mae, 0.01)[0], lr=3e-3)
     for _ in range(steps):
         optimizer.zero_grad()
         mae(make_batch(blobs(32)), 0.0)["loss"].backward()
         optimizer.step()
     images = blobs(256)
-    constant = torch.zeros(256, 5, 16) if normalise else images.mean().expand(256, 5, 16)
+    constant = torch.zeros(256, 5, 16) if normalize else images.mean().expand(256, 5, 16)
     mae.eval()
     assert mae(make_batch(images), 1.0)["loss"] < 0.6 * mae.error(constant, images, mae.hide(images)[1])

@@ -359,10 +359,10 @@ def test_references_have_the_score_of_the_baseline():
     assert all(function(judge) in (accuracy, knn, linear_probe) for judge in plain.values())
     balanced = judges(balanced_accuracy, accuracy)
     assert balanced["small CNN"] is balanced_accuracy
-    assert balanced["pixels, nearest neighbour"].keywords == {"metric": "balanced_accuracy"}
+    assert balanced["pixels, nearest neighbor"].keywords == {"metric": "balanced_accuracy"}
     assert balanced["pixels, logistic regression"].keywords["metric"] == "balanced_accuracy"
     loss = judges(log_loss, accuracy)  # probes have no log loss
-    assert loss["small CNN"] is log_loss and loss["pixels, nearest neighbour"] is plain["pixels, nearest neighbour"]
+    assert loss["small CNN"] is log_loss and loss["pixels, nearest neighbor"] is plain["pixels, nearest neighbor"]
 
 
 def test_a_run_is_judged_by_its_first_metric(tmp_path):

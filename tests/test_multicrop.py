@@ -25,7 +25,7 @@ STRENGTHS = (0.0, 0.5, 1.0, 1.5)
 PRESETS = {
     "digits": digit_crops(local=3, size=7),
     "photos": photo_crops(local=3, size=7),
-    "photos without color": photo_crops(local=3, size=7, colour=False),
+    "photos without color": photo_crops(local=3, size=7, color=False),
 }
 
 

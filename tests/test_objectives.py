@@ -119,7 +119,7 @@ RUN = SimpleNamespace(
     dependencies={}, init=None, teacher=None, unlabelled=False, pseudo_labels=None, augment=(), evaluators=(knn,), reads_labels=True, steps=9
 )  # fmt: skip
 UNTRAINED = SimpleNamespace(reads_labels=True, steps=0, init=None)
-NEIGHBOURS, TWO_HEADS, ONE_OF_TWO = partial(DINO, neighbours=2), partial(Distill, token=True), partial(Distill, token=True, weight=1)
+NEIGHBORS, TWO_HEADS, ONE_OF_TWO = partial(DINO, neighbors=2), partial(Distill, token=True), partial(Distill, token=True, weight=1)
 CROPS = augment.digit_crops()
 
 
@@ -146,8 +146,8 @@ def run_with(objective, settings):
             (DINO, {"evaluators": (knn, metric)}, f"{function(metric).__name__} needs a trained head and DINO trains none")
             for metric in (*METRICS, partial(calibration, bins=5), partial(augmented_accuracy, augment=()))
         ],
-        (NEIGHBOURS, {"augment": (augment.Flip(), *CROPS)}, "the same pixels .* augment has Flip.* outside of MultiCrop"),
-        (NEIGHBOURS, {"augment": (*CROPS, augment.Warp(rotate=9))}, "the same pixels .* augment has Warp.* outside of MultiCrop"),
+        (NEIGHBORS, {"augment": (augment.Flip(), *CROPS)}, "the same pixels .* augment has Flip.* outside of MultiCrop"),
+        (NEIGHBORS, {"augment": (*CROPS, augment.Warp(rotate=9))}, "the same pixels .* augment has Warp.* outside of MultiCrop"),
         (TWO_HEADS, {"teacher": RUN, "unlabelled": True}, "one of the two heads .*, and unlabelled=True gives it none"),
         (ONE_OF_TWO, {"teacher": RUN}, "one of the two heads .*, and weight=1 gives it none"),
         (MAE, {"augment": (augment.RandomErasing(),)}, "MAE predicts the pixels .* black rectangles of RandomErasing"),
@@ -171,7 +171,7 @@ def test_settings_of_a_run_that_do_not_fit_are_refused(objective, setting, messa
         (MAE, {"unlabelled": True}),
         (MAE, {"augment": (augment.RandomErasing(probability=0),)}),
         (DINO, {"augment": (augment.Flip(), *CROPS)}),
-        (NEIGHBOURS, {"augment": (augment.Flip(probability=0), *CROPS)}),
+        (NEIGHBORS, {"augment": (augment.Flip(probability=0), *CROPS)}),
         (TWO_HEADS, {"teacher": RUN}),
         (TWO_HEADS, {"teacher": RUN, "unlabelled": True, "pseudo_labels": print}),
         (partial(Distill, weight=1), {"teacher": RUN, "unlabelled": True}),

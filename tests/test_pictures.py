@@ -391,12 +391,12 @@ def test_names_of_classes_are_drawn_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("channels", slow_after(1, [1, 3]))
-@pytest.mark.parametrize("normalise", slow_after(1, [True, False]))
-def test_reconstruction_shows_the_image_its_visible_patches_and_the_reconstruction(normalise, channels, tmp_path):
+@pytest.mark.parametrize("normalize", slow_after(1, [True, False]))
+def test_reconstruction_shows_the_image_its_visible_patches_and_the_reconstruction(normalize, channels, tmp_path):
     model = ViT(SIZE, channels, 5, dim=16, depth=1, heads=2, tokenizer=partial(PatchEmbed, patch=2))
-    mae, images = MAE(model, normalise=normalise, decoder_dim=16), random_images(2, channels)
+    mae, images = MAE(model, normalize=normalize, decoder_dim=16), random_images(2, channels)
     figure = reconstruction_figure(mae, images, seed=3)
-    assert titles(figure) == ["image", "visible", "reconstructed", "reconstructed, given\nmean and std"][: 3 + normalise]
+    assert titles(figure) == ["image", "visible", "reconstructed", "reconstructed, given\nmean and std"][: 3 + normalize]
     axes = np.array(figure.axes).reshape(2, -1)
     result = mae.reconstruct(images.spec.normalize(images.pixels()), seed=3)
     for image, row in enumerate(axes):

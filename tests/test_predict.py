@@ -259,7 +259,7 @@ def test_file_name_of_a_recipe_is_corrected(workdir, images, capsys):
     ("words", "message"),
     [
         (["mine.py:small", "CNN"], 'CNN is no file with images; did you mean "mine.py:small CNN" in quotes?'),
-        (["mine.py:pixels,", "nearest", "neighbour"], 'nearest is no file with images; did you mean "mine.py:pixels, nearest neighbour"'),
+        (["mine.py:pixels,", "nearest", "neighbor"], 'nearest is no file with images; did you mean "mine.py:pixels, nearest neighbor"'),
         (["mine.py:small", "VGG"], "VGG is no file, no folder and no pattern"),
         (["nowhere.py:small", "CNN"], "CNN is no file, no folder and no pattern"),
     ],
@@ -275,7 +275,7 @@ def test_name_of_an_arm_without_quotes_is_guessed(words, message, workdir, image
     ("arm", "reason"),
     [
         ("pixels, logistic regression", "this reference is no trained network"),
-        ("pixels, nearest neighbour", "this reference is no trained network"),
+        ("pixels, nearest neighbor", "this reference is no trained network"),
         ("masked", "its head was not trained on labels; train a run with this one as init=... on labels"),
     ],
 )

@@ -186,7 +186,7 @@ def test_every_probe_is_in_one_table_with_its_references():
     records = probe_records(one=[0.9] * 6)
     (table,) = probe_tables(compare(records), records)
     assert table.columns == ("knn_1",) and table.rows["one"] == [("90.00", [])]
-    assert set(table.rows) == {"one", "two", RANDOM, "pixels, logistic regression", "pixels, nearest neighbour"}
+    assert set(table.rows) == {"one", "two", RANDOM, "pixels, logistic regression", "pixels, nearest neighbor"}
     page = markdown(records, title="t", doc="d")
     assert "| one | 90.00 |" in page and "Probes" in page
     assert "Probes" in html(records, title="t", doc="d")

@@ -143,13 +143,13 @@ def test_knn_computes_a_limited_number_of_similarities_at_a_time(monkeypatch):
 # Linear probe
 
 
-@pytest.mark.parametrize("standardise", [True, False])
-def test_the_linear_probe_is_sklearns_with_the_best_c_on_validation_images(standardise):
+@pytest.mark.parametrize("standardize", [True, False])
+def test_the_linear_probe_is_sklearns_with_the_best_c_on_validation_images(standardize):
     rows, labels = clusters()
     rows = (rows * np.logspace(-1, 1, 8)).astype(np.float32).astype(float)  # features of very different scale
     model, splits = table_and_splits(rows, labels, 4, n=(80, 60))
-    found = dict(linear_probe(model, splits, standardise=standardise))
-    scaler = StandardScaler().fit(rows[:80]) if standardise else None
+    found = dict(linear_probe(model, splits, standardize=standardize))
+    scaler = StandardScaler().fit(rows[:80]) if standardize else None
     train, val, test = (scaler.transform(part) if scaler else part for part in (rows[:80], rows[80:140], rows[140:]))
     fitted = {c: sklearn_logistic(C=c).fit(train, labels[:80]) for c in (1e-3, 1e-2, 1e-1, 1.0, 10.0)}
     scores = {c: probe.score(val, labels[80:140]) for c, probe in fitted.items()}
@@ -185,13 +185,13 @@ def test_the_linear_probe_is_at_the_minimum_of_its_loss():
     assert dict(linear_probe(model, splits))["linear_probe"] == correct
 
 
-@pytest.mark.parametrize("standardise", [True, False])
-def test_the_linear_probe_of_more_features_than_images_is_that_of_sklearn(standardise):
+@pytest.mark.parametrize("standardize", [True, False])
+def test_the_linear_probe_of_more_features_than_images_is_that_of_sklearn(standardize):
     rng = np.random.default_rng(0)
     rows, labels = rng.normal(size=(160, 1_200)) * np.linspace(0.1, 1, 1_200), np.arange(160) % 4
     rows = (rows + 0.05 * rng.normal(size=(4, 1_200))[labels]).astype(np.float32).astype(float)
-    probe = probes.fit_logistic_regression(rows[:60], torch.from_numpy(labels[:60]), 0.1, standardise)
-    scaled = (rows - rows[:60].mean(0)) / rows[:60].std(0) if standardise else rows
+    probe = probes.fit_logistic_regression(rows[:60], torch.from_numpy(labels[:60]), 0.1, standardize)
+    scaled = (rows - rows[:60].mean(0)) / rows[:60].std(0) if standardize else rows
     expected = sklearn_logistic(C=0.1, tol=1e-7).fit(scaled[:60], labels[:60])
     assert np.allclose(probe.predict_proba(rows[60:]), expected.predict_proba(scaled[60:]), atol=1e-3)
     assert 0.3 < expected.score(scaled[60:], labels[60:]) < 1
@@ -303,7 +303,7 @@ def test_the_scale_of_the_features_does_not_matter_unless_they_are_not_standardi
     for probe in (knn, linear_probe, few_shot):
         assert abs(next(probe(model, splits))[1] - next(probe(scaled, splits))[1]) < 0.001
     assert dict(linear_probe(model, splits))["linear_probe_c"] == dict(linear_probe(scaled, splits))["linear_probe_c"]
-    unscaled = [dict(linear_probe(m, splits, standardise=False)) for m in (model, scaled)]
+    unscaled = [dict(linear_probe(m, splits, standardize=False)) for m in (model, scaled)]
     assert unscaled[0] != unscaled[1]
 
 
@@ -403,7 +403,7 @@ def test_a_probe_that_does_not_converge_is_refused():
     rows = np.random.default_rng(0).normal(size=(600, 40)) * np.logspace(-2, 2, 40)
     model, splits = table_and_splits(rows, np.arange(600) % 4, 4, n=(500, 50))
     with pytest.raises(RuntimeError, match=r"C=1e\+06 did not converge .* smaller C"):
-        dict(linear_probe(model, splits, strengths=(1e6,), standardise=False))
+        dict(linear_probe(model, splits, strengths=(1e6,), standardize=False))
 
 
 # The cache of features

@@ -45,7 +45,7 @@ CURVES = {
     "explain, no positions, 600 steps": (True, [1.715, 1.69, 1.67, 1.647], [0.403, 0.41, 0.413, 0.417]),
     "mixup, whose loss stays high": (True, [1.70, 1.69, 1.68, 1.665], [0.846, 0.85, 0.86, 0.866]),
     "dino, scratch as long at 1,000 labels": (False, [0.113, 0.10, 0.09, 0.077], [0.9801, 0.9802, 0.9803, 0.9803]),
-    "regularise, plain ViT, all images learned by heart": (False, [0.0022, 0.0021, 0.002, 0.0019], [0.885, 0.889, 0.89, 0.893]),
+    "regularize, plain ViT, all images learned by heart": (False, [0.0022, 0.0021, 0.002, 0.0019], [0.885, 0.889, 0.89, 0.893]),
     "the loss does not fall": (False, [0.50, 0.50, 0.50, 0.50], [0.86, 0.87, 0.88, 0.89]),
 }
 
@@ -96,7 +96,7 @@ def test_only_the_longest_training_can_be_too_short():
 
 
 def test_an_arm_that_loses_to_raw_pixels_gives_a_warning():
-    pixels = runs("pixels, nearest neighbour", accuracy=0.85, role="reference", run=PIXELS, steps=0)
+    pixels = runs("pixels, nearest neighbor", accuracy=0.85, role="reference", run=PIXELS, steps=0)
     pixels += runs("pixels, logistic regression", accuracy=0.88, role="reference", run=PIXELS, steps=0)
     good, bad, cnn = runs("A", accuracy=0.9), runs("B", accuracy=0.86), runs("small CNN", accuracy=0.5, role="reference")
     (line,) = below_raw_pixels([*pixels, *good, *bad, *cnn])

@@ -34,22 +34,22 @@ def arc(start: float, end: float, n: int) -> list[np.ndarray]:
     return [250 * np.array([np.cos(a), np.sin(a)]) for a in np.linspace(start, end, n)]
 
 
-@pytest.mark.parametrize(("neighbours", "alpha"), [(1, 0.9), (3, 0.5), (5, 0.99)])
-def test_labels_equal_the_closed_form_of_the_paper(neighbours, alpha):
+@pytest.mark.parametrize(("neighbors", "alpha"), [(1, 0.9), (3, 0.5), (5, 0.99)])
+def test_labels_equal_the_closed_form_of_the_paper(neighbors, alpha):
     """F* = (1 - alpha)(I - alpha S)^-1 Y (Zhou et al., equation 3), S = D^-1/2 W D^-1/2, W by a loop over all pairs."""
     labelled, unlabelled = random_images(9, 0, [0, 1, 2] * 3), random_images(40, 1)
     x = np.concatenate([part.images.numpy().reshape(-1, 2).astype(float) for part in (labelled, unlabelled)])
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     n, w = len(x), np.zeros((len(x), len(x)))
     for i in range(n):
-        for j in sorted((j for j in range(n) if j != i), key=lambda j: np.linalg.norm(x[i] - x[j]))[:neighbours]:
+        for j in sorted((j for j in range(n) if j != i), key=lambda j: np.linalg.norm(x[i] - x[j]))[:neighbors]:
             w[i, j] = w[j, i] = 1
     root = np.diag(w.sum(0) ** -0.5)
     y = np.zeros((n, 3))
     y[range(9), labelled.labels] = 1
     f = (1 - alpha) * np.linalg.solve(np.eye(n) - alpha * root @ w @ root, y)
     unique = (f.max(1) > np.sort(f, 1)[:, -2] + 1e-9)[9:]  # with one neighbor, no label reaches some images
-    result = label_spreading(PIXELS, labelled, unlabelled, neighbours=neighbours, alpha=alpha, steps=3_000).numpy()
+    result = label_spreading(PIXELS, labelled, unlabelled, neighbors=neighbors, alpha=alpha, steps=3_000).numpy()
     assert unique.sum() >= 15 and (result == f.argmax(1)[9:])[unique].all()
 
 
@@ -57,7 +57,7 @@ def test_labels_follow_a_chain_of_neighbors_even_where_another_class_is_nearer()
     chain, others = arc(0, 1, 40), arc(1.3, 1.5, 9)
     labelled = points_as_images([chain[0], others[4]], [0, 1])
     unlabelled = points_as_images([*chain[1:], *others[:4], *others[5:]])
-    result = label_spreading(PIXELS, labelled, unlabelled, neighbours=2, steps=1_000)
+    result = label_spreading(PIXELS, labelled, unlabelled, neighbors=2, steps=1_000)
     assert result.tolist() == [0] * 39 + [1] * 8  # the end of the chain is nearer to the other labelled image
 
 
@@ -65,7 +65,7 @@ def test_image_that_no_label_reaches_gets_the_label_of_the_nearest_labelled_imag
     first, second, unreachable = arc(0.2, 0.25, 4), arc(0.6, 0.65, 4), arc(1.4, 1.45, 6)
     labelled = points_as_images([first[0], second[0]], [0, 1])
     unlabelled = points_as_images([*first[1:], *second[1:], *unreachable])
-    assert label_spreading(PIXELS, labelled, unlabelled, neighbours=2).tolist() == [0] * 3 + [1] * 9
+    assert label_spreading(PIXELS, labelled, unlabelled, neighbors=2).tolist() == [0] * 3 + [1] * 9
 
 
 def test_on_digits_label_spreading_is_better_than_the_nearest_labelled_image():
@@ -82,10 +82,10 @@ def test_stored_labels_of_unlabelled_images_are_not_used_and_labelled_images_kee
         label_spreading(model, labelled, images) for images in (unlabelled, replace(unlabelled, labels=unlabelled.labels.flip(0)))
     )
     assert torch.equal(first, second) and first.dtype == torch.int64 and len(first.unique()) > 3
-    assert torch.equal(label_spreading(model, labelled, labelled, neighbours=1, alpha=0.01), labelled.labels)
+    assert torch.equal(label_spreading(model, labelled, labelled, neighbors=1, alpha=0.01), labelled.labels)
 
 
-@pytest.mark.parametrize("options", [{"neighbours": 0}, {"neighbours": 49}, {"alpha": 1.0}, {"alpha": 0.0}, {"steps": 0}])
+@pytest.mark.parametrize("options", [{"neighbors": 0}, {"neighbors": 49}, {"alpha": 1.0}, {"alpha": 0.0}, {"steps": 0}])
 def test_out_of_range_options_are_refused(options):
     with pytest.raises(ValueError, match="expected"):
         label_spreading(PIXELS, random_images(9, 0, [0, 1, 2] * 3), random_images(40, 1), **options)
@@ -101,7 +101,7 @@ PRETRAINED = SHORT.vary(
     clip=0.0,
     ema=0.0,
 )
-PSEUDO = SHORT.vary(init=PRETRAINED, unlabelled=True, pseudo_labels=partial(label_spreading, neighbours=5))
+PSEUDO = SHORT.vary(init=PRETRAINED, unlabelled=True, pseudo_labels=partial(label_spreading, neighbors=5))
 
 
 def test_run_trains_on_pseudo_labels_of_all_images_and_never_sees_their_true_labels(tmp_path, monkeypatch):

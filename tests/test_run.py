@@ -389,7 +389,7 @@ def test_described_run_contains_every_default():
 
 DEFAULTS = [
     (Run, "lr", 0.5), (ViT, "depth", 1), (ViT, "pool", MeanTokens), (PatchEmbed, "linear", True), (Block, "mlp_ratio", 1.0),
-    (ShiftedPatchEmbed, "shift", "none"), (augment.Warp, "smooth", 0.5), (linear_probe, "standardise", False),
+    (ShiftedPatchEmbed, "shift", "none"), (augment.Warp, "smooth", 0.5), (linear_probe, "standardize", False),
 ]  # fmt: skip
 
 
@@ -433,7 +433,7 @@ CHANGED = {
 def test_fingerprint_changes_with_every_setting(name):
     assert set(CHANGED) == set(NAMES)
     special = {"unlabelled": Run(objective=DINO), "teacher": Run(objective=Distill, teacher=Run(seed=7))}
-    special |= {"pseudo_labels": Run(unlabelled=True, init=Run(), pseudo_labels=partial(label_spreading, neighbours=3))}
+    special |= {"pseudo_labels": Run(unlabelled=True, init=Run(), pseudo_labels=partial(label_spreading, neighbors=3))}
     run = special.get(name, Run())
     changed = run.vary(**{name: CHANGED[name]})
     assert fingerprint(changed) != fingerprint(run) and changed != run
@@ -585,7 +585,7 @@ def test_references_use_the_data_of_the_baseline():
     entries = ablate({"base": base, "b": base.vary(dim=32)}, labels=[100], seeds=[0])
     assert [(entry.arm, entry.role) for entry in entries] == [
         ("base", "baseline"), ("b", "technique"),
-        ("pixels, logistic regression", "reference"), ("pixels, nearest neighbour", "reference"), ("small CNN", "reference"),
+        ("pixels, logistic regression", "reference"), ("pixels, nearest neighbor", "reference"), ("small CNN", "reference"),
     ]  # fmt: skip
     runs = [entry.run for entry in entries]
     logistic, nearest, small = runs[2:]
@@ -598,7 +598,7 @@ def test_references_use_the_data_of_the_baseline():
 
 def test_small_cnn_is_a_reference_only_if_the_baseline_is_trained():
     frozen = ablate({"a": Run(steps=0, init=Run(), evaluators=(knn,))}, seeds=[0])
-    names = ["pixels, logistic regression", "pixels, nearest neighbour", RANDOM]
+    names = ["pixels, logistic regression", "pixels, nearest neighbor", RANDOM]
     assert [entry.arm for entry in frozen if entry.role == "reference"] == names
     self_supervised = Run(objective=DINO, augment=(augment.Flip(), *augment.digit_crops()), clip=0.0)
     (cnn,) = [entry.run for entry in ablate({"a": self_supervised}, seeds=[0]) if entry.arm == "small CNN"]

@@ -74,7 +74,7 @@ def test_off_is_supervised_bit_for_bit_and_draws_nothing(name, batch, tmp_path):
 
 def test_ssat_without_labels_has_the_loss_of_mae_for_the_same_masks(batch):
     objective = SSAT(VIT(), weight=0.0, ratio=0.5, **DECODER)
-    mae = MAE(objective.model, ratio=0.5, normalise=False, **DECODER)
+    mae = MAE(objective.model, ratio=0.5, normalize=False, **DECODER)
     mae.decoder.load_state_dict(objective.decoder.state_dict())
     losses = []
     for one in (objective, mae):

@@ -479,7 +479,7 @@ def test_run_starts_from_dino_and_its_teacher_from_the_loaded_weights(tmp_path):
 
 
 def test_spread_labels_can_be_the_labels_of_the_labelled_part(tmp_path):
-    run = SEMI.vary(init=SHORT, unlabelled=True, pseudo_labels=partial(label_spreading, neighbours=5))
+    run = SEMI.vary(init=SHORT, unlabelled=True, pseudo_labels=partial(label_spreading, neighbors=5))
     assert fit(run, tmp_path).unlabelled == TOTAL - 20
 
 

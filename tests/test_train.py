@@ -360,7 +360,7 @@ def test_early_stop_reports_the_best_check_and_counts_the_labels(tmp_path):
     ("evaluator", "expected"),
     [
         (linear_probe, {"what": "C of the linear probe", "labels": 50}),
-        (partial(linear_probe, strengths=(0.1, 1.0), standardise=False), {"what": "C of the linear probe", "labels": 50}),
+        (partial(linear_probe, strengths=(0.1, 1.0), standardize=False), {"what": "C of the linear probe", "labels": 50}),
         (partial(linear_probe, strengths=(1.0,)), None),
     ],
 )

@@ -126,7 +126,7 @@ def test_all_arms_get_the_same_suggestions_and_as_many_trials(tmp_path, fake_lau
     runs = comparison(references=True, labels=[50, 100])
     found, left_out = candidates(runs, one_per_cell(runs_to_tune(runs)))
     assert {arm.entry.arm for arm in found} == {"scratch", "+LSA", "small CNN"} and len(found) == 6
-    assert {arm.arm for arm in left_out} == {"pixels, logistic regression", "pixels, nearest neighbour"}
+    assert {arm.arm for arm in left_out} == {"pixels, logistic regression", "pixels, nearest neighbor"}
     assert all(arm.note == "nothing to tune" for arm in left_out)
     for arm in found:
         shared = [{name: settings[name] for name in ("lr", "weight_decay")} for settings in arm.settings]

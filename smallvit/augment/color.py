@@ -62,7 +62,7 @@ class Jitter(Transform):
         images, change = batch.images, random["change"].T
         for name in ("saturation", "hue"):
             if value := getattr(self, name):
-                _check_rgb(images, f"Jitter({name}={value})", f"set {name}=0, or colour=False in photo_crops and strong_photos")
+                _check_rgb(images, f"Jitter({name}={value})", f"set {name}=0, or color=False in photo_crops and strong_photos")
         brightness, contrast, saturation = (1 + change[:3])[:, :, None, None]
         if self.hue:  # all four changes at once: one 3 x 3 matrix for each image, and a constant for the contrast
             angle = tau * change[3, :, None, None]

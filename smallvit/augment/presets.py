@@ -54,10 +54,10 @@ def strong_digits(strength: float = 1.0) -> tuple[Augmentation, ...]:
     return (*digits(1.25 * strength), RandomErasing(probability=0.5 * min(strength, 1), area=(0.02, 0.12)))
 
 
-def strong_photos(strength: float = 1.0, *, colour: bool = True) -> tuple[Augmentation, ...]:
+def strong_photos(strength: float = 1.0, *, color: bool = True) -> tuple[Augmentation, ...]:
     """Return a tuple of transforms that change small photos strongly, for the strong view of unlabelled images in
     semi-supervised learning: flip, rotation, shear, zoom, shift, changes of brightness, contrast and color, inverted bright
-    pixels, blur and a black rectangle. `strength` scales all of these changes, from 0 (off) to 1.5. Use `colour=False` for
+    pixels, blur and a black rectangle. `strength` scales all of these changes, from 0 (off) to 1.5. Use `color=False` for
     images without 3 channels.
 
     The weak view that FixMatch uses for photos is `(augment.Flip(), augment.Warp(shift=0.125, fill="edge"))`.
@@ -69,11 +69,11 @@ def strong_photos(strength: float = 1.0, *, colour: bool = True) -> tuple[Augmen
     """
     _check_strength("strong_photos", strength, 1.5)
     probability = min(strength, 1)
-    color = {"saturation": 0.4 * strength, "hue": 0.1 * strength} if colour else {}
+    color_changes = {"saturation": 0.4 * strength, "hue": 0.1 * strength} if color else {}
     return (
         Flip(probability=0.5 * probability),
         Warp(rotate=20 * strength, scale=0.2 * strength, shear=10 * strength, shift=0.15 * strength, fill="edge"),
-        Jitter(brightness=0.4 * strength, contrast=0.4 * strength, **color, probability=0.8),
+        Jitter(brightness=0.4 * strength, contrast=0.4 * strength, **color_changes, probability=0.8),
         Solarize(probability=0.1 * strength),
         Blur(probability=0.1 * strength),
         RandomErasing(probability=probability, area=(0.02, 0.25), aspect=1.0),
@@ -101,11 +101,11 @@ def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int,
 
 
 def photo_crops(
-    strength: float = 1.0, *, local: int = 6, size: int | tuple[int, int] = 16, colour: bool = True
+    strength: float = 1.0, *, local: int = 6, size: int | tuple[int, int] = 16, color: bool = True
 ) -> tuple[Augmentation, ...]:
     """Return a tuple with one transform (`MultiCrop`) for self-supervised learning on photos. From each photo it makes two
     large crops and `local` small ones of `size` pixels. The crops are flipped, changed in color, blurred and solarized, as in
-    DINO. `strength`, from 0 (off) to 2, scales these changes. Use `colour=False` for images without 3 channels.
+    DINO. `strength`, from 0 (off) to 2, scales these changes. Use `color=False` for images without 3 channels.
 
     The two global views show 0.4 to 1 of the image's area. The `local` views show 0.05 to 0.4 of it, at `size` pixels (one
     side, or height and width).
@@ -115,11 +115,11 @@ def photo_crops(
     """
     _check_strength("photo_crops", strength, 2)
     probability = min(strength, 1)
-    color = {"saturation": 0.2 * strength, "hue": 0.1 * strength} if colour else {}
+    color_changes = {"saturation": 0.2 * strength, "hue": 0.1 * strength} if color else {}
     shared = (
         Flip(probability=0.5 * probability),
-        Jitter(brightness=0.4 * strength, contrast=0.4 * strength, **color, probability=0.8),
-        Gray(probability=0.2 * strength if colour else 0),
+        Jitter(brightness=0.4 * strength, contrast=0.4 * strength, **color_changes, probability=0.8),
+        Gray(probability=0.2 * strength if color else 0),
     )
     window = Warp(crop=(0.4, 1.0), fill="edge")  # with "black" the interpolation would darken the border of the crop
     return (

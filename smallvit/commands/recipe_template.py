@@ -110,7 +110,7 @@ def dino_settings(images: Inspection) -> dict[str, str]:
     """Return the settings of a run that pretrains a model with DINO, as a dict from name to code. `images` is what was found in
     the folder of images, on which the views depend.
     """
-    colors = "" if images.channels == 3 else ", colour=False"
+    colors = "" if images.channels == 3 else ", color=False"
     return {
         "objective": "partial(sv.DINO, koleo=0.1, prototypes=64, momentum=0.97)",
         "augment": "sv.augment." + ("digit_crops(local=0)" if images.digits else f"photo_crops(local=0{colors})"),

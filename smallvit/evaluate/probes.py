@@ -100,7 +100,7 @@ def choice_of_probe(strengths: Sequence[float] = STRENGTHS, **others: Any) -> st
 
 
 def require_strengths(
-    splits: Splits, *, strengths: tuple[float, ...] = STRENGTHS, standardise: bool = True, metric: str | None = None,
+    splits: Splits, *, strengths: tuple[float, ...] = STRENGTHS, standardize: bool = True, metric: str | None = None,
     of: str = "head", layers: int = 1, norm: str = "after",
 ):  # fmt: skip
     """Raise ValueError unless `linear_probe` can be computed with these options. `splits` holds the images. This is checked
@@ -123,7 +123,7 @@ def linear_probe(
     splits: Splits,
     *,
     strengths: tuple[float, ...] = STRENGTHS,
-    standardise: bool = True,
+    standardize: bool = True,
     metric: str | None = None,
     of: str = "head",
     layers: int = 1,
@@ -138,7 +138,7 @@ def linear_probe(
     strengths    the inverse penalties C to try. The one with the best accuracy on the validation images is used, the smallest
                  of equals. Without validation images C is 1, or the only value in `strengths`. `linear_probe_c` is this C.
                  `linear_probe_edge` is 1 if C is the smallest or largest of several, else 0: a value beyond may then be better.
-    standardise  scale each feature to mean 0 and variance 1 over the labelled images. False suits features that already have
+    standardize  scale each feature to mean 0 and variance 1 over the labelled images. False suits features that already have
                  one scale, such as pixels.
 
     metric       "balanced_accuracy", "macro_f1" or "auc": this score of the test images is yielded first, under its own name.
@@ -156,8 +156,8 @@ def linear_probe(
         """Train a logistic regression on the features of the labelled training images, and return it. The features were
         computed before. `inverse_penalty` is the argument C of scikit-learn: a larger value means less regularization.
         """
-        fit = partial(fit_logistic_regression, train, splits.train.labels, inverse_penalty, standardise)
-        return cached(fit, "logistic", model, splits.train, of, layers, norm, inverse_penalty, standardise)
+        fit = partial(fit_logistic_regression, train, splits.train.labels, inverse_penalty, standardize)
+        return cached(fit, "logistic", model, splits.train, of, layers, norm, inverse_penalty, standardize)
 
     if len(splits.val):
         val = features(model, splits.val, of=of, layers=layers, norm=norm)
@@ -254,9 +254,9 @@ def draw_balanced(images: Images, shots: int, seed: int) -> Tensor:
     return torch.cat(chosen)
 
 
-def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardise: bool = True) -> Any:
+def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardize: bool = True) -> Any:
     """Train a logistic regression on the features `x` (images, features) and return it as a scikit-learn pipeline. `strength`
-    is the inverse penalty C. If `standardise` is True, each feature is first scaled to mean 0 and variance 1.
+    is the inverse penalty C. If `standardize` is True, each feature is first scaled to mean 0 and variance 1.
 
     It is fitted in float64 to a tolerance of 1e-5. With scikit-learn's default of 1e-4 the accuracy is up to half a point
     away from that of the minimum. More than `MANY_FEATURES` features of fewer images are first rotated into their principal
@@ -273,7 +273,7 @@ def fit_logistic_regression(x: Array, labels: Tensor, strength: float, standardi
 
     if len(labels.unique()) < 2:
         raise ValueError("the labelled images are all of one class; a probe tells classes apart, expected at least two")
-    before: list[Any] = [StandardScaler()] if standardise else []
+    before: list[Any] = [StandardScaler()] if standardize else []
     if len(x) < x.shape[1] > MANY_FEATURES:
         before.append(PCA(svd_solver="full"))
     probe = make_pipeline(*before, LogisticRegression(C=strength, tol=1e-5, max_iter=ITERATIONS))

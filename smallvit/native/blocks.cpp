@@ -157,7 +157,7 @@ static inline void gelu(Vec x, Vec& value, Vec& slope) {  // x Phi(x) and its de
 // ------------------------------------------------------------------------------------------------------- numbers of 16 bits
 
 // With bf16, both factors of a linear map, tokens and weights, are rounded to 16 bits. Two such numbers, a *pair*, take the
-// memory of one float. A product A B sums over the depth: the columns of A and the rows of B. A pair holds two neighbours along
+// memory of one float. A product A B sums over the depth: the columns of A and the rows of B. A pair holds two neighbors along
 // this axis, so the depth counted in pairs is half as large. One instruction multiplies two pairs, number by number, and adds
 // both products to a float. Sums, attention and everything else stay floats.
 #if HAS_BF16
@@ -178,13 +178,13 @@ static inline Vec pair(Vec first, Vec) { return first; }
 static inline void store_pairs(float*, Vec) {}
 #endif
 
-// Pairs of two neighbours in a row: (rows, columns / 2) pairs.
+// Pairs of two neighbors in a row: (rows, columns / 2) pairs.
 static void pairs_along_rows(long rows, long columns, const float* x, long stride, float* out) {
   for (long i = 0; i < rows; i++)
     for (long j = 0; j < columns; j += LANES) store_pairs(out + (i * columns + j) / 2, load(x + i * stride + j));
 }
 
-// Pairs of two neighbours in a column: (rows / 2, columns) pairs. The last row of an odd number of rows is paired with zeros.
+// Pairs of two neighbors in a column: (rows / 2, columns) pairs. The last row of an odd number of rows is paired with zeros.
 static void pairs_of_rows(long rows, long columns, const float* x, long stride, float* out) {
   for (long i = 0; i < rows; i += 2)
     for (long j = 0; j < columns; j += LANES) {

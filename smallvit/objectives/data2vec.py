@@ -60,7 +60,7 @@ class Data2Vec(TeacherObjective):
     ):
         super().__init__(model)
         decoder = {"decoder_dim": decoder_dim, "decoder_depth": decoder_depth, "decoder_heads": decoder_heads}
-        mae = MAE(model, ratio=ratio, normalise=False, **decoder)
+        mae = MAE(model, ratio=ratio, normalize=False, **decoder)
         depth = len(model.blocks)
         check_integers(masks=(masks, 1))
         check_option_range(momentum=(momentum, 0, LAST_MOMENTUM))

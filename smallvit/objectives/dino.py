@@ -14,7 +14,7 @@ from smallvit.pooling import Projected
 from smallvit.vit import ViT, check_integers
 
 from .collapse import Observation
-from .dino_parts import NeighbourBank, PatchTerm, image_hashes, projection_head, student_and_teacher
+from .dino_parts import NeighborBank, PatchTerm, image_hashes, projection_head, student_and_teacher
 from .mae import grid_and_patch
 from .objective import as_float32, check_option_range, check_views
 from .teacher import TeacherObjective
@@ -47,7 +47,7 @@ class DINO(TeacherObjective):
              starts as a copy, which some public examples forget.
              `koleo` > 0 adds lightly's `KoLeoLoss` of the student's features, the mean over the two global views, with that
              weight. It spreads the features (Sablayrolles et al., arXiv:1806.03198, as in DINOv2).
-             `neighbours=k` adds targets of similar images after the fraction `settle` of the run. An image's own target then
+             `neighbors=k` adds targets of similar images after the fraction `settle` of the run. An image's own target then
              has weight 1 - `share`, and the mean of the teacher's outputs for its k nearest images has weight `share`. Nearest
              means the largest cosine of the teacher's features of whole images among the last `bank` images, without the image
              itself. So images must not change: only `MultiCrop` may be in `augment`. For a model with `Projected`, features
@@ -91,7 +91,7 @@ class DINO(TeacherObjective):
         center_momentum: float = 0.9,
         clip: float = 3.0,
         koleo: float = 0.0,
-        neighbours: int = 0,
+        neighbors: int = 0,
         bank: int = 32_768,
         share: float = 0.8,
         settle: float = 0.25,
@@ -106,11 +106,11 @@ class DINO(TeacherObjective):
             freeze=(freeze, 0, 1), momentum=(momentum, 0, 1), warmup=(warmup, 0, 1), clip=(clip, 0, 1e9),
             center_momentum=(center_momentum, 0, 1), student_temp=(student_temp, 1e-3, 10),
             teacher_temp=(teacher_temp, 1e-3, 10), warm_temp=(warm_temp, 1e-3, 10), koleo=(koleo, 0, 1e3),
-            neighbours=(neighbours, 0, bank), share=(share, 0, 1), settle=(settle, 0, 1), patches=(patches, 0, 1e3),
+            neighbors=(neighbors, 0, bank), share=(share, 0, 1), settle=(settle, 0, 1), patches=(patches, 0, 1e3),
             patch_ratio=(patch_ratio, 0, 1), patch_temp=(patch_temp, 1e-3, 10),
         )  # fmt: skip
         widths = {"prototypes": prototypes, "hidden": hidden, "bottleneck": bottleneck}
-        check_integers(**{name: (width, 1) for name, width in widths.items()}, bank=(bank, 0), neighbours=(neighbours, 0))
+        check_integers(**{name: (width, 1) for name, width in widths.items()}, bank=(bank, 0), neighbors=(neighbors, 0))
         if layers not in (1, 3):
             raise ValueError(f"layers is {layers}; expected 3, or 1 for a model that has the hidden layers itself")
         width = feature_width(model)
@@ -126,7 +126,7 @@ class DINO(TeacherObjective):
         self.temperatures, self.warmup = (warm_temp, teacher_temp), warmup
         self.settle, self.last_layer_is_frozen = settle, False
         before_projection = getattr(projected_pool(model), "dim", width)
-        self.bank = NeighbourBank(bank, before_projection, bottleneck, neighbours, share) if neighbours else None
+        self.bank = NeighborBank(bank, before_projection, bottleneck, neighbors, share) if neighbors else None
         self.patches = patches
         self.patch_term: PatchTerm | None = None
         if patches:
@@ -139,16 +139,16 @@ class DINO(TeacherObjective):
     @classmethod
     def check_run(cls, run: Any):
         """Raise ValueError if the settings of a training run cannot be combined with this objective: in addition to those that
-        every objective refuses, other transforms than `MultiCrop` with `neighbours`. `run` is a `Run`.
+        every objective refuses, other transforms than `MultiCrop` with `neighbors`. `run` is a `Run`.
 
         Neighbors are images of the batch. If a transform changes them, an image is its own nearest neighbor, unrecognized.
         """
         super().check_run(run)
         changed = [t for t in run.augment if not isinstance(t, MultiCrop) and not getattr(t, "off", False)]
-        if changed and options(run.objective)["neighbours"].default:
+        if changed and options(run.objective)["neighbors"].default:
             raise ValueError(
-                f"with neighbours, DINO must see the same pixels of an image each time, and augment has {changed[0]!r} outside "
-                "of MultiCrop; expected this transform among those of the views, or neighbours=0"
+                f"with neighbors, DINO must see the same pixels of an image each time, and augment has {changed[0]!r} outside "
+                "of MultiCrop; expected this transform among those of the views, or neighbors=0"
             )
 
     @property
@@ -179,7 +179,7 @@ class DINO(TeacherObjective):
             self.observed = Observation(features[0].detach(), targets)
             logits = teacher_logits
             if self.bank is not None:
-                logits = self.with_neighbours(self.bank, batch.images, teacher_logits, center[0], temperature, progress)
+                logits = self.with_neighbors(self.bank, batch.images, teacher_logits, center[0], temperature, progress)
         with torch.autocast(batch.images.device.type, enabled=False):  # half precision would find other neighbors for KoLeo
             loss = self.loss(list(logits.split(b)), list(student_logits.split(b)), teacher_temp=temperature)
             if self.koleo:
@@ -199,8 +199,8 @@ class DINO(TeacherObjective):
         """
         return (model.features(views), None) if self.patch_term is None else self.patch_term.read(model, views, hidden)
 
-    def with_neighbours(
-        self, bank: NeighbourBank, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float
+    def with_neighbors(
+        self, bank: NeighborBank, images: Tensor, logits: Tensor, center: Tensor, temperature: float, progress: float
     ) -> Tensor:
         """Return logits of mixed targets: the teacher's target for each image, averaged with its targets for similar images in
         the bank. A target is softmax((logits - center) / temperature); `logits`, shape (2 batch, prototypes), are the teacher's

@@ -45,7 +45,7 @@ def student_and_teacher(make_head: Callable[[], Any]) -> tuple[Any, Any]:
     return student, teacher
 
 
-class NeighbourBank(nn.Module):
+class NeighborBank(nn.Module):
     """The teacher's features of the last `size` images, in which similar images are found.
 
     features     (size, width), of length 1, by which images are compared
@@ -53,7 +53,7 @@ class NeighbourBank(nn.Module):
     ids          (size), a hash of each image
     count        the number of images that were put into the bank so far
 
-    `neighbours` is the number of similar images for each image, and `share` the weight of their targets.
+    `neighbors` is the number of similar images for each image, and `share` the weight of their targets.
     """
 
     features: Tensor
@@ -61,34 +61,34 @@ class NeighbourBank(nn.Module):
     ids: Tensor
     count: Tensor
 
-    def __init__(self, size: int, width: int, bottleneck: int, neighbours: int, share: float):
+    def __init__(self, size: int, width: int, bottleneck: int, neighbors: int, share: float):
         super().__init__()
-        self.neighbours, self.share = neighbours, share
+        self.neighbors, self.share = neighbors, share
         self.register_buffer("features", torch.zeros(size, width))
         self.register_buffer("projections", torch.zeros(size, bottleneck))
         self.register_buffer("ids", torch.zeros(size, dtype=torch.int64))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def nearest(self, feature: Tensor, ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the projections of the images in the bank whose features are nearest, shape (batch, neighbours, bottleneck),
-        and which of them are valid, shape (batch, neighbours). `feature` (batch, width) and `ids` (batch) belong to new images;
+        """Return the projections of the images in the bank whose features are nearest, shape (batch, neighbors, bottleneck),
+        and which of them are valid, shape (batch, neighbors). `feature` (batch, width) and `ids` (batch) belong to new images;
         no image is its own neighbor. Return None while the bank has too few images.
         """
         filled = min(int(self.count), len(self.features))
-        if filled < self.neighbours:
+        if filled < self.neighbors:
             return None
         with torch.autocast(feature.device.type, enabled=False):  # half precision would find other neighbors
             similarity = feature @ self.features[:filled].to(feature).T
         similarity.masked_fill_(ids[:, None] == self.ids[:filled], -torch.inf)
-        values, index = similarity.topk(self.neighbours, dim=1)
+        values, index = similarity.topk(self.neighbors, dim=1)
         valid = values.isfinite()
         return (self.projections[index], valid) if bool(valid.any()) else None
 
     def mix(self, logits: Tensor, theirs: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
         """Average the teacher's target for each image with its mean target for similar images (neighbors). A target is
         softmax((logits - center) / temperature); the mean is converted back to logits, which are returned. `logits` (2 batch,
-        prototypes) belong to two views of the images, and `theirs` (batch, neighbours, prototypes) to the neighbors, of which
-        those with `valid` (batch, neighbours) False are ignored.
+        prototypes) belong to two views of the images, and `theirs` (batch, neighbors, prototypes) to the neighbors, of which
+        those with `valid` (batch, neighbors) False are ignored.
 
         The neighbors have the weight `share`. An image without valid neighbors keeps its own target.
         """

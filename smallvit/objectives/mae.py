@@ -35,9 +35,9 @@ class Reconstruction(NamedTuple):
     predicted  visible patches as in the input, hidden patches as predicted from visible pixels alone.
     helped     as `predicted`, but with the true mean and standard deviation of each hidden patch. Papers show this picture.
 
-    A model trained with `normalise` predicts the pattern of a hidden patch, but neither its brightness nor its contrast. Then
+    A model trained with `normalize` predicts the pattern of a hidden patch, but neither its brightness nor its contrast. Then
     `predicted` uses the mean and standard deviation of all visible pixels of the image. `helped` gives away much of the answer:
-    a flat patch looks right whatever the model predicts. Without `normalise` the two are equal.
+    a flat patch looks right whatever the model predicts. Without `normalize` the two are equal.
     """
 
     image: Tensor
@@ -55,7 +55,7 @@ class MAE(Objective):
     `SequencePool`, a norm after the pool), are not trained.
 
     ratio      the share of patches to hide; which ones is drawn for each image. The number of visible patches is rounded down.
-    normalise  standardize the pixels of each target patch: mean 0, variance 1 (unbiased, plus 1e-6).
+    normalize  standardize the pixels of each target patch: mean 0, variance 1 (unbiased, plus 1e-6).
     decoder    width (`decoder_dim`), number of blocks (`decoder_depth`) and of heads (`decoder_heads`) of the decoder.
 
     Paper    He et al. 2021, arXiv:2111.06377. The encoder receives the prefix tokens and the visible patches with their
@@ -69,16 +69,16 @@ class MAE(Objective):
              hidden, but not their content, and see zeros in training where they see pixels in evaluation. `PatchEmbed` without
              a wide kernel is not affected.
 
-    Most patches of a digit are black. With `normalise` the target of a flat patch is 0 everywhere, which is easy to predict.
-    But a single pixel one gray level above black then gives almost as large a target as a stroke. Without `normalise`, errors
+    Most patches of a digit are black. With `normalize` the target of a flat patch is 0 everywhere, which is easy to predict.
+    But a single pixel one gray level above black then gives almost as large a target as a stroke. Without `normalize`, errors
     count as they look.
 
     Use images without augmentation (the paper only crops them). In trials with all digits and no labels, a linear probe with
     1,000 labels had an accuracy of 87 to 91% on validation digits, and at most 81% with `augment.digits()` in training. With
-    `normalise=False` it was 91%, with `normalise=True` 88%.
+    `normalize=False` it was 91%, with `normalize=True` 88%.
 
     Raises   ValueError for a model that is not a `ViT` or reduces tokens, a grid of tokens that does not divide the image into
-             equal patches, a ratio that leaves no visible patch, patches of one value with `normalise`, a decoder that
+             equal patches, a ratio that leaves no visible patch, patches of one value with `normalize`, a decoder that
              cannot be built, and a run whose `augment` has `RandomErasing`.
     """
 
@@ -92,7 +92,7 @@ class MAE(Objective):
         decoder_dim: int = 64,
         decoder_depth: int = 2,
         decoder_heads: int = 4,
-        normalise: bool = True,
+        normalize: bool = True,
     ):
         super().__init__(model)
         if not isinstance(model, ViT):
@@ -108,10 +108,10 @@ class MAE(Objective):
         check_integers(decoder_dim=(decoder_dim, 1), decoder_depth=(decoder_depth, 1), decoder_heads=(decoder_heads, 1))
         grid, patch = grid_and_patch(model, (model.image[0], model.image[1]))
         values = prod(patch) * model.channels
-        if normalise and values < 2:
-            raise ValueError("a patch of 1 pixel and 1 channel has no variance; expected normalise=False, or larger patches")
+        if normalize and values < 2:
+            raise ValueError("a patch of 1 pixel and 1 channel has no variance; expected normalize=False, or larger patches")
         count_visible(ratio, prod(grid))
-        self.ratio, self.normalise, self.patch = ratio, normalise, patch
+        self.ratio, self.normalize, self.patch = ratio, normalize, patch
         self.decoder = Decoder(model.prefix.shape, grid, values, decoder_dim, decoder_depth, decoder_heads)
         initialize(self.decoder)
 
@@ -183,7 +183,7 @@ class MAE(Objective):
         """
         targets = gather_tokens(patchify(images, self.grid(images)), hidden)
         targets = targets.to(torch.promote_types(targets.dtype, torch.float32))  # half precision has no exact mean of squares
-        if self.normalise:
+        if self.normalize:
             mean, std = mean_and_std(targets)
             targets = (targets - mean) / std
         return (predicted.to(targets.dtype) - targets).square().mean()
@@ -200,7 +200,7 @@ class MAE(Objective):
             patches = patchify(images, grid)
             predicted = self.decoder(self.encode(images, visible), visible, hidden, grid).to(images.dtype)
             versions = [predicted, predicted]
-            if self.normalise:
+            if self.normalize:
                 whole = mean_and_std(gather_tokens(patches, visible).flatten(1)[:, None])
                 moments = whole, mean_and_std(gather_tokens(patches, hidden))
                 versions = [predicted * std + mean for mean, std in moments]

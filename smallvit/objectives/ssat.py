@@ -20,7 +20,7 @@ class SSAT(Supervised):
     labels train the head, the reconstruction trains the decoder, and both train the encoder.
 
     weight        the weight of the cross-entropy; the reconstruction has the weight 1 - weight.
-    ratio         the share of patches to hide. `normalise` and the options of the decoder are those of `MAE`.
+    ratio         the share of patches to hide. `normalize` and the options of the decoder are those of `MAE`.
     class_weight  see `Supervised`.
 
     Paper    Das et al. 2023 (SSAT), arXiv:2310.20704: `weight` 0.1, three quarters of the patches hidden, pixels without
@@ -42,7 +42,7 @@ class SSAT(Supervised):
         *,
         weight: float = 0.5,
         ratio: float = 0.75,
-        normalise: bool = False,
+        normalize: bool = False,
         decoder_dim: int = 64,
         decoder_depth: int = 2,
         decoder_heads: int = 4,
@@ -52,7 +52,7 @@ class SSAT(Supervised):
         check_option_range(weight=(weight, 0, 1))
         self.weight = weight
         decoder = {"decoder_dim": decoder_dim, "decoder_depth": decoder_depth, "decoder_heads": decoder_heads}
-        self.parts = [MAE(model, ratio=ratio, normalise=normalise, **decoder)]  # a list hides the second use of the model
+        self.parts = [MAE(model, ratio=ratio, normalize=normalize, **decoder)]  # a list hides the second use of the model
         self.decoder = self.mae.decoder
 
     @property

@@ -19,7 +19,7 @@ from .settings import option_name, options_at_edge
 
 PIXELS = "smallvit.references.Pixels"  # the model of the references that classify raw pixels
 RISE = 0.003  # of the validation accuracy over the last quarter of training; less than 0.3 points is no alarm
-FALL, MEMORISED = 0.02, 0.01  # of the training loss: smallest relative fall, and a loss from which nothing is left to learn
+FALL, MEMORIZED = 0.02, 0.01  # of the training loss: smallest relative fall, and a loss from which nothing is left to learn
 LONGER = "Try more steps, such as --scale-steps 4"
 
 
@@ -112,13 +112,13 @@ def late_rise(runs: Sequence[Record]) -> float | None:
     rises = [last[2] - before[2] for before, last in ends]
     loss_before, loss = (fmean(point[1] for point in points) for points in zip(*ends))
     rise, error = fmean(rises), stdev(rises) / math.sqrt(len(rises))
-    falls = MEMORISED < loss <= (1 - FALL) * loss_before
+    falls = MEMORIZED < loss <= (1 - FALL) * loss_before
     return rise if falls and rise >= RISE and rise > 2 * error else None
 
 
 def below_raw_pixels(records: Sequence[Record]) -> list[str]:
     """Return a warning if some arms (variants in the comparison) are less accurate on average than logistic regression or the
-    nearest neighbour on raw pixels, with the same number of labelled images. `records` are the results of the runs.
+    nearest neighbor on raw pixels, with the same number of labelled images. `records` are the results of the runs.
 
     Arms without training steps of their own are left out. If the arms and the raw pixels are judged by the same score, such as
     the balanced accuracy, this score is compared; otherwise their accuracies are.
@@ -140,7 +140,7 @@ def below_raw_pixels(records: Sequence[Record]) -> list[str]:
     if not lost:
         return []
     return [
-        "Less accurate than a simple classifier of raw pixels (logistic regression or the nearest neighbour): "
+        "Less accurate than a simple classifier of raw pixels (logistic regression or the nearest neighbor): "
         f"{named(lost, cells)}. {LONGER}, or other settings"
     ]
 

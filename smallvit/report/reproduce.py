@@ -5,7 +5,7 @@ version of torch, another attention kernel or a stack rounds differently. What r
 
 training                          pairs  first losses  mean losses  score, points
 quickstart, 500 steps, fp32          26       2e-7         3e-5     0.2 (one image) in one pair, otherwise 0
-regularise, 800 steps, fp32           6       2e-7         0        0 of 10,000 images
+regularize, 800 steps, fp32           6       2e-7         0        0 of 10,000 images
 quickstart, bf16 and fp32             4       1e-4         5e-2     0.2, 0, -0.6, 0
 quickstart, 2,000 steps, lr 6e-3      3       2e-7         1e-1     -1.0, -1.0, 0 (SD over seeds: 0.3)
 records, 9,600 steps, 10,000 labels   4       1e-7         8e-2     -0.1, -0.1, 0, 0 (SD over seeds: 0.07)

@@ -48,7 +48,7 @@ class Group:
 # the order of the groups; a test compares them with the records. An arm "no ..." leaves the option out of its baseline.
 KNOWN = {
     "augmentation": (
-        ("regularise", "deformations", {100: 26.87, 1_000: 5.62}),
+        ("regularize", "deformations", {100: 26.87, 1_000: 5.62}),
         ("few_and_many", "no deformations", {10: 29.52, 10_000: 0.39}),
     ),
     "first layer": (

@@ -124,7 +124,7 @@ def final_recipe(images: "Inspection", plan: Plan, chosen: Sequence[Option]) -> 
         *[several] * bool(plan.sizes),
         seeds,
         f"    baseline={{{controls}}},  # these arms are compared with the recommended ViT",
-        '    references=["pixels, logistic regression", "pixels, nearest neighbour"],',
+        '    references=["pixels, logistic regression", "pixels, nearest neighbor"],',
         ")",
     ]
     if plan.sizes:
