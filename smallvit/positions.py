@@ -221,8 +221,15 @@ def add_positions(module: Any, x: Tensor, grid: Grid) -> Tensor:
     table = resample(module.table, module.grid, grid)
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # PyTorch has no autocast for the device "meta"
         table = table.to(x.dtype)
-    missing = x.shape[1] - len(table)
+    missing = module.prefix - prefix_rows(module.table, module.grid)
     return x + (F.pad(table, (0, 0, missing, 0)) if missing else table)
+
+
+def prefix_rows(table: Tensor, grid: Grid) -> int:
+    """Return how many rows of position embeddings belong to prefix tokens (class token and registers). `table` holds one row
+    for each of them, if any, then one for each patch of the `grid`, the number of (rows, columns) of patches.
+    """
+    return table.shape[0] - grid[0] * grid[1]
 
 
 def check_number_of_tokens(x: Tensor, prefix: int, grid: Grid):
@@ -240,9 +247,9 @@ def resample(table: Tensor, old_grid: Grid, grid: Grid) -> Tensor:
 
     `table` has the shape (prefix + rows * columns, d). timm resizes in the same way.
     """
-    if tuple(old_grid) == tuple(grid):
+    if all(isinstance(n, int) for n in grid) and tuple(old_grid) == tuple(grid):  # `torch.export` has sizes that are no int
         return table
-    prefix = len(table) - old_grid[0] * old_grid[1]
+    prefix = prefix_rows(table, old_grid)
     patches = table[prefix:].to(torch.promote_types(table.dtype, torch.float32))
     image = rearrange(patches, "(r c) d -> 1 d r c", r=old_grid[0])
     image = F.interpolate(image, size=tuple(grid), mode="bicubic", antialias=True)

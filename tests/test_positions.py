@@ -12,7 +12,7 @@ from lightly.models.utils import get_2d_sine_cosine_positional_embedding
 from timm.layers import resample_abs_pos_embed
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from torch import nn
-from toys import default_dtype, option_id
+from toys import assert_close, default_dtype, option_id
 
 from smallvit import (
     Learned,
@@ -271,6 +271,28 @@ def test_own_grid_is_exact_and_an_equal_count_in_another_shape_is_resampled():
     module = Learned(D, (3, 6), 1)
     assert torch.equal(added(module, (3, 6), 1)[0], module.table)
     assert not torch.equal(added(module, (6, 3), 1)[0], module.table)
+
+
+@every
+def test_exported_model_takes_images_of_any_size(make):
+    model = ViT((8, 8), 1, 3, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2, position=make).eval()
+    sides = {axis: 4 * torch.export.Dim(f"side{axis}", min=1, max=9) for axis in (2, 3)}
+    program = torch.export.export(model, (torch.rand(2, 1, 12, 16),), dynamic_shapes=({0: torch.export.Dim("batch"), **sides},))
+    for size in ((8, 8), (8, 16), (12, 8), (20, 24)):
+        images = torch.rand(3, 1, *size)
+        assert_close(program.module()(images), model(images), 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
+@every
+def test_traced_model_computes_the_same_or_stops_for_images_of_another_size(make):
+    model = ViT((8, 8), 1, 3, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2, position=make).eval()
+    traced, images = torch.jit.trace(model, torch.rand(2, 1, 8, 8)), torch.rand(2, 1, 12, 16)
+    try:
+        found = traced(images)
+    except RuntimeError:
+        return
+    assert_close(found, model(images), 1e-6)
 
 
 def test_resampling_keeps_a_constant_and_the_order_of_a_slope():

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from timm.layers import LayerNorm, RmsNorm, SwiGLU, SwiGLUPacked
 from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock, VisionTransformer
 from torch import nn
+from torch.nn.utils import prune
 from toys import assert_close, option_id, randomize, slow_after
 
 from smallvit import (
@@ -245,7 +246,7 @@ def test_patches_that_overlap_or_leave_gaps_are_refused(changes):
 def test_additional_weight_is_named():
     theirs = TIMM()
     theirs.register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    with pytest.raises(RuntimeError, match="extra"):
+    with pytest.raises(ValueError, match=r"do not fit: extra \(1,\); expected those of the model as it was built"):
         from_timm(theirs)
 
 
@@ -306,6 +307,60 @@ def test_from_timm_refuses_mlps_without_bias():
     for block in theirs.blocks:
         block.mlp.fc1 = nn.Linear(block.mlp.fc1.in_features, block.mlp.fc1.out_features, bias=False)
     with pytest.raises(ValueError, match="this timm model has projections without bias, which a ViT does not"):
+        from_timm(theirs)
+
+
+def change_all(path, make):
+    """A function that replaces a part in each block of a model of timm. `path` is the name of the part in the block."""
+
+    def change(model):
+        for block in model.blocks:
+            parent, _, name = path.rpartition(".")
+            setattr(block.get_submodule(parent), name, make())
+
+    return change
+
+
+def share_the_first_block(model):
+    model.blocks[1] = model.blocks[0]
+
+
+def fix_the_positions(model):
+    table = model.pos_embed.data
+    del model.pos_embed
+    model.register_buffer("pos_embed", table)
+
+
+@pytest.mark.parametrize("change", [share_the_first_block, fix_the_positions])
+def test_from_timm_copies_shared_and_fixed_weights(change):
+    theirs = random_weights(TIMM())
+    change(theirs)
+    ours, images = from_timm(theirs), random_images(theirs)
+    assert_close(ours(images), theirs.eval()(images), 1e-5)
+    assert ours.position.table.requires_grad == isinstance(theirs.pos_embed, nn.Parameter)
+    assert ours.head.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_all("attn", nn.Identity), "has Identity as attn of a block, which a ViT does not"),
+        (change_all("mlp", nn.Identity), "has Identity as mlp of a block, which a ViT does not"),
+        (change_all("mlp.act", nn.Identity), "has Identity as mlp.act of a block, which a ViT does not"),
+        (change_all("norm1", nn.Identity), "has Identity as norm1 of a block, which a ViT does not"),
+        (lambda m: setattr(m.blocks, "1", nn.Identity()), "has Identity as block, which a ViT does not"),
+        (lambda m: prune.l1_unstructured(m.head, "weight", 0.3), r"the weights of this timm model.* do not fit: head.weight missing"),
+        (lambda m: m.register_buffer("mean", torch.zeros(3)), r"the weights of this timm model.* do not fit: mean \(3,\); expected"),
+        (lambda m: setattr(m, "pos_embed", nn.Parameter(torch.zeros(1, 5, 24))), r"do not fit: position.table \(5, 24\)"),
+        (lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, inplace=True), r"torch.ao.nn.*Linear, which a ViT does not"),
+    ],
+    ids=["attention", "mlp", "activation", "norm", "block", "pruned", "buffer", "positions", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.ao
+def test_from_timm_names_manual_changes_of_a_model(change, message):
+    theirs = TIMM()
+    change(theirs)
+    with pytest.raises(ValueError, match=message):
         from_timm(theirs)
 
 
@@ -403,15 +458,32 @@ def test_to_timm_names_unsupported_parts(choices, part):
         to_timm(SMALL(**choices))
 
 
-@pytest.mark.parametrize("change", ["head", "block"])
-def test_to_timm_names_manual_changes_of_a_model(change):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "head", nn.Linear(24, 5, bias=False)), "has a head of its own, which"),
+        (lambda m: setattr(m.blocks, "1", Block(24, 3, Attention, None, 0.0, mlp_ratio=2.0)), "has blocks that differ, which"),
+        (lambda m: setattr(m, "norm", nn.Identity()), "has no last norm, which"),
+        (lambda m: setattr(m.blocks[1].norm2, "eps", 1e-5), "has norms with another epsilon than 1e-6, which"),
+        (lambda m: setattr(m.blocks[0].mlp, "1", nn.GELU("tanh")), "has GELU by tanh, which"),
+        (lambda m: setattr(m.blocks[0].attention, "scale", 0.05), "has attention with another scale, which"),
+        (lambda m: prune.l1_unstructured(m.head, "weight", 0.3), "the weights of this ViT.* do not fit: head.weight missing"),
+    ],
+    ids=["head", "block", "no norm", "epsilon", "activation", "scale", "pruned"],
+)
+def test_to_timm_names_manual_changes_of_a_model(change, message):
     ours = SMALL()
-    if change == "head":
-        ours.head = nn.Linear(24, 5, bias=False)
-    else:
-        ours.blocks[1] = Block(24, 3, Attention, None, 0.0, mlp_ratio=2.0)
-    with pytest.raises(ValueError, match="a head of its own" if change == "head" else "blocks that differ"):
+    to_timm(ours)
+    change(ours)
+    with pytest.raises(ValueError, match=message):
         to_timm(ours)
+
+
+def test_to_timm_copies_a_shared_block():
+    ours = random_weights(SMALL()).eval()
+    ours.blocks[1] = ours.blocks[0]
+    images = torch.rand(2, 3, 28, 28)
+    assert_close(to_timm(ours)(images), ours(images), 1e-5)
 
 
 def test_float64_weights_survive_both_conversions_exactly():

@@ -277,3 +277,13 @@ def test_attention_without_keys_or_saliency_is_refused_where_they_are_needed(c, 
     with pytest.raises(ValueError, match=rf"{c.__name__} needs .*{needed}.*return AttentionOutput\("):
         model(torch.randn(1, 1, 8, 8))
     assert small(attention=TokensOnly, reduction=LearnedPrune)(torch.randn(1, 1, 8, 8)).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
+@pytest.mark.parametrize("make", [partial(Merge, r=2), partial(Merge, r=0.3), Prune, LearnedPrune], ids=option_id)
+def test_traced_model_is_that_of_python(make):
+    model = small(reduction=make).eval()
+    traced, images = torch.jit.trace(model, torch.randn(2, 1, 8, 8)), torch.randn(3, 1, 8, 8)
+    assert torch.allclose(traced(images), model(images), atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(traced(images), model(images), atol=1e-6)

@@ -75,7 +75,9 @@ def from_timm(model: nn.Module) -> ViT:
 
     Departs  Dropout of any kind (also stochastic depth and patch dropout) is not copied; build a `ViT` with these options.
              `dynamic_img_pad=True` has no effect: timm pads images that the patches do not tile, a `ViT` raises ValueError.
-    Raises   ValueError for a model with parts that a `ViT` does not have; the error names them.
+             Hooks are not copied, nor are methods that were replaced in this one model. Weights that several blocks share
+             become a copy for each block.
+    Raises   ValueError for a model with parts or weights that a `ViT` does not have; the error names them.
     """
     timm_model: Any = model
     new = vit_with_shape_of(model)(
@@ -83,7 +85,7 @@ def from_timm(model: nn.Module) -> ViT:
         timm_model.patch_embed.proj.in_channels,
         timm_model.head.out_features if isinstance(timm_model.head, nn.Linear) else 0,
     )
-    new.to(timm_model.blocks[0].norm1.weight).load_state_dict(rename(model.state_dict()), strict=True)
+    load_all(new.to(timm_model.blocks[0].norm1.weight), rename(model.state_dict()), "timm model")
     trained = rename(trained_weights(model))
     if not len(new.prefix):  # without class token and registers it is frozen only if the whole model is
         trained["prefix"] = torch.tensor([p.requires_grad for p in model.parameters()])
@@ -91,11 +93,27 @@ def from_timm(model: nn.Module) -> ViT:
     return new.train(model.training)
 
 
-def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dict from the name of each parameter to its `requires_grad`, as a tensor of the shape of the parameter. So a
-    function that renames, joins or splits weights does the same with it.
+def load_all(new: nn.Module, state: dict[str, Tensor], kind: str):
+    """Load the state dict `state` (a dict from names to weights) of a converted model into `new`. `kind` says in the error
+    message what the original is. Raises ValueError if the names or shapes are not those of `new`.
     """
-    return {name: torch.tensor(p.requires_grad).expand(p.shape) for name, p in model.named_parameters()}
+    expected = {name: tuple(weight.shape) for name, weight in new.state_dict().items()}
+    found = {name: tuple(weight.shape) for name, weight in state.items()}
+    wrong = [f"{name} {found.get(name, 'missing')}" for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    if wrong:
+        raise ValueError(
+            f"the weights of this {kind}, with the names of the new model, do not fit: {', '.join(wrong[:4])}; expected those "
+            "of the model as it was built, with no weight added, removed, pruned or normalized"
+        )
+    new.load_state_dict(state)
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return a dict from the name of each weight to its `requires_grad`, as a tensor of the shape of the weight. So a function
+    that renames, joins or splits weights does the same with it. A buffer counts as frozen.
+    """
+    weights = model.state_dict(keep_vars=True)
+    return {name: torch.tensor(weight.requires_grad).expand(weight.shape) for name, weight in weights.items()}
 
 
 def copy_frozen(trained: dict[str, Tensor], new: nn.Module):
@@ -225,9 +243,18 @@ def unsupported_parts(model: Any) -> list[str]:
     if not len(model.blocks):
         return ["no blocks"]
     body = [module for name, module in model.named_modules() if not f"{name}.".startswith("head.")]
-    unknown = sorted({type(module).__name__ for module in body if type(module) not in known})
-    if unknown:
-        return unknown
+    names = {kind.__name__ for kind in known}
+    unknown = {type(module) for module in body} - known
+    if unknown:  # a class of another library may have the name of a known one
+        return sorted(f"{kind.__module__}.{kind.__name__}" if kind.__name__ in names else kind.__name__ for kind in unknown)
+    norm_kinds, gelu = (layers.LayerNorm, nn.LayerNorm), (layers.GELU, nn.GELU)
+    kinds = {"norm1": norm_kinds, "norm2": norm_kinds, "attn": (layers.Attention,), "mlp": (layers.Mlp,), "mlp.act": gelu}
+    for block in model.blocks:
+        if type(block) is not vit.Block:
+            return [f"{type(block).__name__} as block"]
+        for name, allowed in kinds.items():
+            if type(part := block.get_submodule(name)) not in allowed:
+                return [f"{type(part).__name__} as {name} of a block"]
     first: Any = model.blocks[0]
     embed: Any = model.patch_embed
     head = model.head

@@ -10,7 +10,7 @@ from smallvit.positions import Learned
 from smallvit.tokenizers import PatchEmbed
 from smallvit.vit import Block, ViT
 
-from .convert import NAMES, copy_frozen, replace_parts, trained_weights
+from .convert import NAMES, copy_frozen, load_all, replace_parts, trained_weights
 
 
 def to_timm(model: ViT) -> nn.Module:
@@ -26,8 +26,9 @@ def to_timm(model: ViT) -> nn.Module:
     registers. Like a `ViT`, the new model takes images of other sizes too (timm's `dynamic_img_size=True`) and resizes the
     positions for them.
 
-    Departs  Dropout of any kind is not copied.
-    Raises   ValueError for another kind of model, and for parts that timm's model does not have; the error names them.
+    Departs  Dropout of any kind is not copied, nor are hooks. Weights that several blocks share become a copy for each block.
+    Raises   ValueError for another kind of model, and for parts or weights that timm's model does not have; the error names
+             them.
     """
     from timm.models.vision_transformer import VisionTransformer
 
@@ -59,7 +60,7 @@ def to_timm(model: ViT) -> nn.Module:
         no_embed_class=not positions_cover_prefix(model),
         dynamic_img_size=True,
     )
-    new.to(weight).load_state_dict(timm_state(model, model.state_dict()), strict=True)
+    load_all(new.to(weight), timm_state(model, model.state_dict()), "ViT")
     copy_frozen(timm_state(model, trained_weights(model)), new)
     return new.train(model.training)
 
@@ -100,11 +101,16 @@ def unsupported_parts(model: ViT) -> list[str]:
         found += [type(part).__name__ for part, kind in parts.items() if type(part) is not kind]
     shapes = {tuple((name, tuple(weight.shape)) for name, weight in block.state_dict().items()) for block in model.blocks}
     tokenizer, attentions = model.tokenizer, [block.attention for block in blocks if type(block.attention) is Attention]
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     settings = {
         "no blocks": not len(model.blocks),
         "blocks that differ": len(shapes) > 1,
         "a head of its own": not isinstance(model.head, nn.Linear | nn.Identity) or getattr(model.head, "bias", 0) is None,
         "overlapping patches": type(tokenizer) is PatchEmbed and tokenizer.proj.kernel_size != tokenizer.proj.stride,
+        "no last norm": not isinstance(model.norm, nn.LayerNorm),
+        "norms with another epsilon than 1e-6": any(norm.eps != 1e-6 for norm in norms),
+        "GELU by tanh": any(getattr(block.mlp[1], "approximate", "none") != "none" for block in blocks),
+        "attention with another scale": any(one.scale != (one.proj.in_features // one.heads) ** -0.5 for one in attentions),
         "norms behind the branches": any(not block.norm_first for block in blocks),
         "positions inside attention": any(one.position is not None for one in attentions),
         "heads of another width": any(one.proj.in_features != one.proj.out_features for one in attentions),

@@ -11,7 +11,7 @@ from .context import LayerContext, check_context, check_fraction, gather_tokens,
 
 def whole(number: float) -> int:
     """Return a number without its fraction. Rounding errors do not count: 49 is the result also for 48.99999999999999."""
-    return int(round(number, 6))
+    return int(round(float(number), 6))
 
 
 class LearnedPrune(nn.Module):

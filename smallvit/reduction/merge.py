@@ -55,7 +55,7 @@ class Merge(nn.Module):
         token and registers) are counted in `n`, but are never merged.
         """
         patches = n - self.prefix
-        return min(int(round(self.r * patches, 6)) if isinstance(self.r, float) else self.r, patches // 2)
+        return min(int(round(self.r * int(patches), 6)) if isinstance(self.r, float) else self.r, patches // 2)
 
     def left(self, n: int) -> int:
         """Return the number of tokens after the merging in this block, if `n` tokens enter the block. These numbers include the
@@ -100,7 +100,9 @@ class Merge(nn.Module):
         total = size.index_select(0, match)
         share = (mass / total.clamp_min(torch.finfo(total.dtype).tiny)).to(x.dtype)  # 0 for two removed tokens, of size 0
         step = (moved - x.index_select(0, match)) * share[:, None]
-        x = x.index_add(0, match, step) if torch.is_grad_enabled() else x.index_add_(0, match, step)
+        # in place only without gradients, and not in a trace, which must not depend on that
+        in_place = not (torch.is_grad_enabled() or torch.jit.is_tracing())  # pyright: ignore[reportPrivateImportUsage]
+        x = x.index_add_(0, match, step) if in_place else x.index_add(0, match, step)
         return x.unflatten(0, (b, n - r)), size.unflatten(0, (b, n - r))
 
 

@@ -105,5 +105,5 @@ def kept_patches(keep: float, patches: int) -> int:
     """Return the number of patches that stay if a fraction of them is kept. `keep` is the fraction and `patches` is the number
     of all patches. The product is rounded up, and at least one patch stays if there is any.
     """
-    exact = round(keep * patches, 6)  # rounded first: 0.55 * 100 is 55.00000000000001 as a float
+    exact = round(keep * int(patches), 6)  # rounded first: 0.55 * 100 is 55.00000000000001 as a float
     return min(patches, max(1, math.ceil(exact)))
