@@ -1,6 +1,6 @@
 """Comparisons: every arm at every number of labels and every seed, and the reference models beside them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class ArmRun:
             names = f"{printable(self.arm)!r} and {printable(self.baseline)!r}"
             raise ValueError(f"arm and baseline are {names}; expected names without control characters or changes of direction")
         if self.role not in ROLES:
-            raise ValueError(f"role is {self.role!r}; expected 'baseline', 'technique' or 'reference'")
+            raise ValueError(f"role is {self.role!r}; expected one of {', '.join(map(repr, ROLES))}")
 
     @property
     def labels(self) -> int | None:
@@ -86,7 +86,7 @@ class ArmRun:
         """
         return condition_text(self.labels, self.length, self.tuning is not None)
 
-    def with_steps(self, change) -> "ArmRun":
+    def with_steps(self, change: Callable[[int], int]) -> "ArmRun":
         """Return a copy of this run with another number of training steps. The function `change` converts the old number to the
         new one. In a comparison over several training lengths, a length is identified by the steps of the baseline; this number
         is converted too.

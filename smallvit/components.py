@@ -243,11 +243,9 @@ def component(name: str) -> Any:
 
 
 def check(component: Any, name: str):
-    """Raise ValueError if a component (such as a model or a transform) has a wrong, missing or unknown option. Components among
-    its options are checked, too. `name` is the setting of the run that holds the component.
-
-    Raises ValueError for something that is not callable, an unknown option, an option bound by position, a missing option, and
-    a text in place of a number.
+    """Raise ValueError for a component (such as a model or a transform) that is not callable, and for an unknown option, an
+    option bound by position, a missing option, and a text in place of a number. Components among its options are checked, too.
+    `name` is the setting of the run that holds the component.
     """
     if not callable(component):
         shown = repr(component) if len(repr(component)) < 80 else f"an object of class {type(component).__name__}"

@@ -336,12 +336,11 @@ def match_budget(
 ) -> float:  # fmt: skip
     """Return the value of an option at which token reduction lowers the cost of a model to the fraction `share`. `reduction` is
     the class that merges or prunes tokens, such as `Merge`; `option` is the name of its option, and `between` holds the lowest
-    and highest value to try. `model` builds the model for images of size `image` (height, width) and `channels`. `of` is the
-    cost: "macs" or "tokens".
+    and highest value to try. `model` builds the model; it is called `(image, channels, classes)`, as in a `Run`. `image` is the
+    size of the images (height, width), and `channels` their number of channels. `of` is the cost: "macs" or "tokens".
 
-    `model` is called `(image, channels, classes)`, as in a `Run`, with `image` as (height, width). The result is rounded to
-    three decimals. With `of="macs"` the cost is the MACs of `closed_form`, the reduction itself included; with `of="tokens"`
-    the number of tokens after the last block, which must not depend on the image.
+    The result is rounded to three decimals. With `of="macs"` the cost is the MACs of `closed_form`, the reduction itself
+    included; with `of="tokens"` the number of tokens after the last block, which must not depend on the image.
 
     Raises   ValueError if no value in this range comes within 0.05 of the share, for another `of`, for a model that is already
              built, and for a number of tokens that depends on the image. The option must accept fractions, such as r=0.25 of

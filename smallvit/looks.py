@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from smallvit.ablation import ArmRun, by_cell
 from smallvit.passes import passes_of, seeds_of
-from smallvit.storage import write_text
+from smallvit.storage import parse_json, write_text
 
 FILE = "looks.json"
 
@@ -48,14 +48,16 @@ def read_looks(folder: str | Path) -> Looks | None:
     if not path.exists():
         return None
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain = parse_json(path.read_text(encoding="utf-8"))
         cells = {(each["arm"], each["labels"], each["length"], each["tuned"]): each["seeds"] for each in plain["cells"]}
         schedule = tuple(plain["looks"])
-        valid = schedule and all(type(n) is int and n > 0 for n in (*schedule, *cells.values()))
+        valid = schedule and all(type(n) is int and n > 0 for n in schedule)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); restore it, or delete it: records name the looks") from error
     if not valid or list(schedule) != sorted(set(schedule)):
         raise ValueError(f"{path} has the looks {list(schedule)}; expected increasing numbers of seeds, as smallvit wrote them")
+    if wrong := [n for n in cells.values() if type(n) is not int or n < 1]:
+        raise ValueError(f"{path} has the number of seeds {wrong[0]!r:.20}; expected 1 or more, as smallvit wrote it")
     return Looks(schedule, cells)
 
 

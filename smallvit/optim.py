@@ -262,17 +262,17 @@ def distances_to_head(model: Any) -> dict[int, int]:
     return distances
 
 
-def learning_rate(progress: float, warmup: float, one_step: float, schedule: str | None = None) -> float:
+def learning_rate(progress: float, warmup: float, one_step: float, schedule: str = "cosine") -> float:
     """Return the learning rate as a fraction of the peak rate: a linear rise (warmup), then half a cosine down to 0. With
     `schedule` "constant" the rate stays at the peak after the warmup. `progress` is the finished fraction of the run. `warmup`
     and `one_step` are the fractions that the warmup and one step take; because of `one_step`, the rate of the first step is not
     0.
 
-    All fractions are from 0 to 1. The rate is never 0 at a step. `schedule=None` is the cosine.
+    All fractions are from 0 to 1. The rate is never 0 at a step.
 
     Raises   ValueError for another schedule.
     """
-    if schedule not in (None, "cosine", "constant"):
+    if schedule not in ("cosine", "constant"):
         raise ValueError(f"schedule is {schedule!r}; expected 'cosine' or 'constant'")
     if progress < warmup:
         return min(1.0, (progress + one_step) / warmup)

@@ -37,11 +37,11 @@ def run_count(seeds: Sequence[int], folds: int) -> str:
     if not folds:
         return text
     passes, single = len(passes_of(seeds, folds)), len(set(seeds))
-    several = f"{passes} pass{'es' * (passes > 1)} of {folds} folds"
+    several = f"{passes} pass{'es' * (passes > 1)}"
     if single < passes * folds:
-        return f"{text} ({single} of the {passes * folds} folds of {passes} pass{'es' * (passes > 1)})"
+        return f"{text} ({single} of the {passes * folds} folds of {several})"
     conditions = len(seeds) // single
-    return f"{text} ({several}" + f" in {conditions} conditions" * (conditions > 1) + ")"
+    return f"{text} ({several} of {folds} folds" + f" in {conditions} conditions" * (conditions > 1) + ")"
 
 
 def common_folds(runs: dict[str, Run]) -> int:

@@ -229,10 +229,11 @@ def check_comparable(runs: Sequence["ArmRun"], name: str):
             raise ValueError(f"{name}: arm {arm!r} has several roles or several baselines; expected one of each")
     controls = {arm: arm if role == "baseline" else baseline or baselines[0] for arm, role, baseline in arms}
     for arm, role, baseline in arms:
-        others = [other for other, role, _ in arms if other != arm and role != "dependency"]
+        others = [other for other, other_role, _ in arms if other != arm and other_role != "dependency"]
         allowed, suggested = ([arm], [arm]) if role == "baseline" else (others, baselines)
         if baseline not in allowed and (baseline or len(suggested) > 1):
             raise ValueError(f"{name}: arm {arm!r} ({role}) has the baseline {baseline!r}; expected one of {suggested}")
+    for arm in controls:
         chain = [arm]
         while (control := controls[chain[-1]]) != chain[-1]:
             if control in chain:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from smallvit.packing import unpack_bits, unpack_floats
 from smallvit.shapes import all_printable, printable, problem
-from smallvit.storage import check_size, file_sha256, read_bounded, write_text
+from smallvit.storage import check_size, file_sha256, parse_json, read_bounded, write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -354,8 +354,8 @@ def parse(text: bytes, source: str) -> Record:
     """
     again = "the other records are intact: delete it and run the recipe again"
     try:
-        plain = json.loads(text, parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
+        plain = parse_json(text, parse_constant=no_constant)
+    except ValueError as error:
         raise ValueError(f"{source} is damaged or is not JSON ({printable(str(error))}); {again}") from error
     if is_damaged(plain):
         raise ValueError(f"{source} is damaged: its content has another hash than its {CHECKSUM}; {again}")

@@ -6,6 +6,7 @@ never damages an existing file, and two processes never write to one file.
 
 import errno
 import hashlib
+import json
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 from pathlib import Path
+from typing import Any
 
 HOST = re.sub(r"[^A-Za-z0-9-]+", "-", platform.node())[:20] or "host"
 LEFT = re.compile(r"\..+\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.new")  # a temporary name
@@ -258,7 +260,20 @@ def read_bounded(path: Path, most: int) -> bytes:
     """
     check_size(path, most)
     with open(path, "rb") as file:
-        return file.read(most + 1)
+        content = file.read(most + 1)
+    if len(content) > most:  # it has grown since
+        raise ValueError(f"{path} is damaged: it has more than {most:,} bytes")
+    return content
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Return the content of a JSON text. `options` are those of `json.loads`. Raises ValueError for a text that is not JSON,
+    also if its lists and dicts are nested too deeply for Python.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError as error:
+        raise ValueError("its lists and dicts are nested too deeply") from error
 
 
 def check_size(path: Path, most: int):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smallvit.record import CURVE, Record, condition_text, read_record
-from smallvit.storage import read_bounded, write_text
+from smallvit.storage import parse_json, read_bounded, write_text
 
 MOST_BYTES = 1_000_000  # of a curve file
 SECONDS = 2.0  # between two looks at the folders
@@ -192,7 +192,7 @@ class Follower:
         self.tracker, self.done_file = tracker, tracker.folder / f"logged.{name}.json"
         self.done: set[str] = set()
         with suppress(OSError, ValueError, TypeError):  # no file yet, or a damaged one: then runs are sent again
-            self.done = set(json.loads(self.done_file.read_text()))
+            self.done = set(parse_json(self.done_file.read_text()))
         self.waiting = {run.fingerprint: run for run in runs if run.fingerprint not in self.done}
         self.handles: dict[str, Any] = {}  # of runs that have begun in the tracker
         self.steps = dict.fromkeys(self.waiting, 0)  # the last step that was sent
@@ -246,7 +246,7 @@ def read_curve(path: Path) -> list[list]:
     points = []
     for line in lines:
         try:
-            point = json.loads(line)
+            point = parse_json(line)
             points.append([point["step"], point["loss"], point["val"]])
         except (ValueError, KeyError, TypeError):
             continue
@@ -290,21 +290,21 @@ class TrackerProcess:
         self.name = name
         command = [sys.executable, "-m", "smallvit.trackers", name, str(folder), recipe]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-        assert self.process.stdin is not None
+        self.input: Any = self.process.stdin
         threading.Thread(target=self._tell, args=(json.dumps([*map(list, runs)]),), daemon=True).start()
 
     def _tell(self, text: str):
         """Send the list of runs to the process. A process that has ended is no error: training goes on without it."""
         with suppress(OSError, ValueError):
-            self.process.stdin.write(text.encode() + b"\n")  # pyright: ignore[reportOptionalMemberAccess]
-            self.process.stdin.flush()  # pyright: ignore[reportOptionalMemberAccess]
+            self.input.write(text.encode() + b"\n")
+            self.input.flush()
 
     def close(self, patience: float = PATIENCE):
         """Let the process send what is left, and end it. If it takes longer than `patience` seconds, it is killed, and a note
         says how to send the rest.
         """
         with suppress(OSError):
-            self.process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
+            self.input.close()
         try:
             failed = self.process.wait(patience) != 0
         except subprocess.TimeoutExpired:

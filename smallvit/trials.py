@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smallvit.storage import locked, write_text
+from smallvit.shapes import shape_problem
+from smallvit.storage import locked, parse_json, write_text
 
 if TYPE_CHECKING:
     from smallvit.ablation import ArmRun
 
-NEEDED = {"arm": str, "labels": int | None, "fingerprint": str, "seeds": int, "val": float | int}
+TRIAL = {"arm": "text", "labels": "count?", "fingerprint": "text", "seeds": "count", "val": "number", ...: "any"}
 
 
 def trials_file(recipe: str | Path) -> Path:
@@ -59,11 +60,11 @@ def read_trials(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            trial = json.loads(line)
+            trial = parse_json(line)
         except ValueError as error:  # also bytes that are no text
             raise ValueError(f"{path}, line {number} is not JSON ({error}); restore it, so that all trials count") from error
-        if not isinstance(trial, dict) or not all(isinstance(trial.get(name, ...), kind) for name, kind in NEEDED.items()):
-            raise ValueError(f"{path}, line {number} is no trial; expected {', '.join(NEEDED)}, as smallvit explore wrote them")
+        if wrong := shape_problem(trial, TRIAL, "it"):
+            raise ValueError(f"{path}, line {number} is no trial ({wrong}); restore it, as smallvit explore wrote it")
         found.append(trial)
     return found
 

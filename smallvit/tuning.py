@@ -18,7 +18,7 @@ from smallvit.ranges import TUNABLE, Range, Tune
 from smallvit.record import format_labels
 from smallvit.run import Run, fingerprint
 from smallvit.shapes import SHAPES, shape_problem
-from smallvit.storage import write_text
+from smallvit.storage import parse_json, write_text
 
 if TYPE_CHECKING:
     from smallvit.ablation import ArmRun
@@ -66,7 +66,6 @@ def arm_ranges(runs: Sequence["ArmRun"]) -> dict[str, dict[str, Range]]:
     Raises ValueError for a name that no arm has.
     """
     tune = runs[0].tune
-    assert tune is not None
     first = {entry.arm: entry for entry in reversed(runs)}
     for arm, ranges in tune.own.items():
         check_option(arm, first, "own of Tune")
@@ -188,8 +187,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[TunedArm]]:
     """
     command = f"delete it and run smallvit tune {path.name.partition('.')[0]} again"
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        plain = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged or is not JSON ({error}); {command}") from error
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         found = plain.get("format") if isinstance(plain, dict) else None

@@ -139,6 +139,8 @@ def test_recipe_with_a_circle_of_controls_is_refused():
         check_comparable([a, replace(b, baseline="c"), replace(c, baseline="b")], "mine.py")
     with pytest.raises(ValueError, match=r"'b'.*has the baseline 'elsewhere'"):
         check_comparable([a, replace(b, baseline="elsewhere")], "mine.py")
+    with pytest.raises(ValueError, match=r"'c'.*has the baseline 'elsewhere'"):
+        check_comparable([a, replace(b, baseline="c"), replace(c, baseline="elsewhere")], "mine.py")
 
 
 # Equal costs

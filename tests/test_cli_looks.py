@@ -262,10 +262,13 @@ def test_damaged_schedule_is_named(tmp_path):
     looks = Looks((6, 8), {("a, b", None, 500, True): 8, ("c", 10, None, False): 6})
     write_looks(tmp_path, looks)
     assert read_looks(tmp_path) == looks and read_looks(tmp_path / "elsewhere") is None
-    for text in ('{"looks": [6', "[]", '{"looks": [8, 6], "cells": []}', '{"looks": [], "cells": []}'):
+    for text in ('{"looks": [6', "[]", '{"looks": [8, 6], "cells": []}', '{"looks": [], "cells": []}', "[" * 100_000):
         (tmp_path / FILE).write_text(text)
         with pytest.raises(ValueError, match=FILE):
             read_looks(tmp_path)
+    write_looks(tmp_path, Looks((6, 8), {("a", None, None, False): 0}))
+    with pytest.raises(ValueError, match="has the number of seeds 0; expected 1 or more"):
+        read_looks(tmp_path)
 
 
 @pytest.mark.slow
@@ -339,9 +342,10 @@ def test_damaged_list_of_trials_is_named_with_its_line(tmp_path):
     assert add_trial(path, trial) and not add_trial(path, trial) and add_trial(path, trial | {"seeds": 2})
     assert trials(tmp_path / "mine.py") == {"a": 1}
     assert path.write_text(path.read_text() + "\n") and read_trials(path)[1]["seeds"] == 2, "an empty line is no damage"
-    wrong = [json.dumps(trial | change) for change in ({"seeds": "1"}, {"arm": ["a"]}, {"fingerprint": None}, {"val": None})]
+    wrong = [json.dumps(trial | change) for change in ({"seeds": "1"}, {"seeds": True}, {"arm": ["a"]}, {"fingerprint": None}, {"val": None})]
     no_trial = [(line.encode(), "line 4 is no trial") for line in (json.dumps({"arm": "b"}), *wrong)]
-    for line, words in ((b"{", "line 4 is not JSON"), (b'"\xff"', "line 4 is not JSON"), *no_trial):
+    deep = b"[" * 100_000, "line 4 is not JSON .*nested too deeply"
+    for line, words in (deep, (b"{", "line 4 is not JSON"), (b'"\xff"', "line 4 is not JSON"), *no_trial):
         text = path.read_text()
         path.write_bytes(text.encode() + line)
         with pytest.raises(ValueError, match=words):

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "ranges": {"components", "run", "shapes"},
     "recipe": {"ablation", "components", "definitions", "passes", "run", "tuning"},
     "looks": {"ablation", "passes", "record", "storage"},
-    "trials": {"ablation", "recipe", "record", "storage", "tuning"},
+    "trials": {"ablation", "recipe", "record", "shapes", "storage", "tuning"},
     "tuning": {"ablation", "components", "ranges", "record", "run", "shapes", "storage"},
     "ablation": {"components", "evaluate", "match", "passes", "ranges", "record", "reference_runs", "run", "shapes"},
     "reference_runs": {

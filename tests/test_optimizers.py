@@ -857,6 +857,13 @@ def test_state_that_a_resumed_run_would_lack_is_refused_at_the_first_step(strang
         fit_stacked(strange["Lookback"], [tmp_path / "0", tmp_path / "1"])
 
 
+def test_replaced_buffer_is_refused_by_sam_and_not_by_its_base(strange, tmp_path):
+    (run, *_) = strange["pool"]
+    fit(run, tmp_path / "base")
+    with pytest.raises(ValueError, match=r"replaces a buffer .* second pass of SAM .*; expected a change in place"):
+        fit(run.vary(optimizer=SAM), tmp_path / "SAM")
+
+
 def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(strange, tmp_path, monkeypatch):
     (tmp_path / "descent.py").write_text(OWN)
     sgd = next(entry.run for entry in load_recipe(tmp_path / "descent.py").RUNS if entry.arm == "SGD").vary(steps=8)

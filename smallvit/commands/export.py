@@ -11,6 +11,7 @@ from .finished import load_model
 
 MODELS_A_MINUTE = 5  # that are written to one file, on a slow processor
 
+
 def main(options: argparse.Namespace) -> int:
     """Write a trained model to an ONNX file or a file of torch.export, and print how far its probabilities differ from those of
     the model in PyTorch. `options` are the arguments of the command line. Return the exit status 0.

@@ -272,7 +272,8 @@ def trainer(
     if options.on == "ray":
         engine = partial(RayEngine, address=options.address or "auto", per_gpu=options.per_gpu or 1, jobs=options.jobs)
     if options.fast:
-        given |= {"stack": options.stack} if options.stack else {}
+        if options.stack:
+            given = given | {"stack": options.stack}
         print("fast: measuring a few steps with each kernel, precision and stack size", file=sys.stderr)
         jobs = len(gpus) or options.jobs
         numerics, stack, reason = autotune(recipe_runs, out / recipe.stem, jobs, options.device, given)

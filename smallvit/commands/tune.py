@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
     path = find_recipe(options.recipe)
     module = load_recipe(path, tuned=False)
     common = runs_to_tune(module.RUNS)
-    tune: Tune = common[0].tune  # type: ignore[assignment]
+    tune: Tune = common[0].tune
     selected = one_per_cell(only(common, options.only))
     todo, left_out = candidates(common, selected)
     file = tuned_file(path)

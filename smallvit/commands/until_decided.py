@@ -11,7 +11,8 @@ from smallvit.recipe import only
 from smallvit.record import Record, read_records
 from smallvit.run import fingerprint
 from smallvit.tuning import FIRST_SEED
-from smallvit.verdicts.compare import Condition, Row, compare, next_looks, schedule
+from smallvit.verdicts.compare import compare, next_looks, schedule
+from smallvit.verdicts.comparison import Condition, Row
 from smallvit.verdicts.sequential import ADDED_LOOKS, LOOKS
 
 from .report import collect

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smallvit.storage import cache_folder, locked, remove_leftovers, temporary
+from smallvit.storage import cache_folder, locked, parse_json, remove_leftovers, temporary
 
 from .decode import read_image
 from .files import size_and_times
@@ -223,7 +223,7 @@ def _stored(folder: Path, shape: tuple[int, ...], dtype: np.dtype) -> tuple[np.n
     a file is missing or damaged, or if the pixels are not an array of this `shape` and `dtype`.
     """
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        facts = parse_json((folder / FACTS).read_text(encoding="utf-8"))
         problems, remarks = [Problem(*problem) for problem in facts["problems"]], facts["remarks"]
         pixels = np.load(folder / "pixels.npy", mmap_mode="c")  # never written: "c" only spares torch's warning
     except (OSError, EOFError, ValueError, KeyError, TypeError):

@@ -28,8 +28,7 @@ def cached(compute: Callable[[], Any], *arguments: Any) -> Any:
     earlier call had equal `arguments`, its result is returned without computing it again. `arguments` are values of any kind
     that together identify the result.
 
-    The arguments serve only as the key of the cache. They are equal if they are equal strings or
-    numbers, or the same objects.
+    The arguments serve only as the key of the cache. They are equal if they are equal strings or numbers, or the same objects.
     """
     cache = CACHE.get()
     if cache is None:

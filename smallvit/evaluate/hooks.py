@@ -26,8 +26,7 @@ Array = Any  # numpy.ndarray; numpy is imported only where it is used
 
 def features(model: nn.Module, images: Images, *, of: str = "head", layers: int = 1, norm: str = "after") -> Array:
     """Return the features of images as a float32 numpy array of shape (images, features). The trained model runs in evaluation
-    mode. `of` is "head" (the input of the classifier), "class token", "mean" of the patch tokens, or "both". `layers` is the
-    number of last blocks to read, and `norm` is "after" or "before" the last norm layer.
+    mode.
 
     of      the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
             "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many

@@ -48,13 +48,13 @@ class Steps(list):
 
 def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Steps:
     """Return a table of the layers of a model in the order of execution. Each row has the output shape, the number of
-    parameters and the number of multiply-adds of a layer. `image` is the image size (channels, height, width).
+    parameters and the number of multiply-adds of a layer. `image` is the image size (channels, height, width); None uses the
+    size that a `ViT` was built for.
 
-    `model` is any module; lists of layers get one row per layer. `image` is (channels, height, width); None uses the size that
-    a `ViT` was built for. Shapes are those for one image, (tokens, dim) for tokens. With merging or pruning, later blocks have
-    fewer tokens; if the number depends on the image, an image of random noise is used. Multiply-adds are counted by torch,
-    which counts matrix products and convolutions only. All rows add up to the whole model. A model on torch's device "meta"
-    needs neither memory nor time. Print the result to see a table.
+    `model` is any module; lists of layers get one row per layer. Shapes are those for one image, (tokens, dim) for tokens. With
+    merging or pruning, later blocks have fewer tokens; if the number depends on the image, an image of random noise is used.
+    Multiply-adds are counted by torch, which counts matrix products and convolutions only. All rows add up to the whole model.
+    A model on torch's device "meta" needs neither memory nor time. Print the result to see a table.
 
     print(summary(ViT((224, 224), 3, 1000, tokenizer=partial(PatchEmbed, patch=16), dim=768, depth=12, heads=12)))
 

@@ -19,7 +19,7 @@ from smallvit.components import function
 from smallvit.numerics import CHOICES, DEFAULT, Numerics, check_numerics
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
-from smallvit.storage import locked, write_text
+from smallvit.storage import locked, parse_json, write_text
 
 from .launcher import check_device
 from .local import cores
@@ -64,7 +64,7 @@ def autotune(
     key = json.dumps([machine(device), sorted(given.items())])
     with locked(path.with_suffix(".lock"), timeout=-1):  # two measurements at once would disturb each other
         with suppress(OSError, ValueError):  # no file yet, or a damaged one
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = parse_json(path.read_text(encoding="utf-8"))
         stored = stored if isinstance(stored, dict) else {}
         with suppress(KeyError, TypeError, ValueError):  # not measured yet, or an entry that is damaged
             numerics, stack, reason = stored[key]

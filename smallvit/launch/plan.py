@@ -238,11 +238,13 @@ def seconds_of_large_model(training: "Training") -> tuple[float, float] | None:
             return None
         scored.append(len(val) + len(test))
         times.append(time.perf_counter() - started)
-    each = (times[1] - times[0]) / max(1, scored[1] - scored[0])  # with a handful of images, both are equal
+    per_image = (times[1] - times[0]) / max(1, scored[1] - scored[0])  # with a handful of images, both are equal
     # an evaluator of the user's own may read the training images, too
     reads = (declaration(each).probe or not function(each).__module__.startswith("smallvit.") for each in run.evaluators)
     probed = len(subset.train) if any(reads) else 0
-    return (each * len(subset.val), each * (len(subset.val) + data.test.count + probed)) if each > SLOW else None
+    if per_image <= SLOW:
+        return None
+    return per_image * len(subset.val), per_image * (len(subset.val) + data.test.count + probed)
 
 
 def evaluation_seconds(training: "Training") -> float:

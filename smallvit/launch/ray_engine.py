@@ -266,28 +266,29 @@ def check_machines(ray: Any):
     them check the version before they train.
     """
 
-    def installed() -> tuple[str, str]:  # sent as code, because the machine may not have this file
+    def installed() -> tuple[str, str, str]:  # sent as code, because the machine may not have this file
         try:
             from smallvit import record
         except ImportError as error:
-            return f"cannot import smallvit: {error}", ""
-        return record.code()["sha256"], record.versions().get("torch", "")
+            return f"cannot import smallvit: {error}", "", ""
+        return "", record.code()["sha256"], record.versions().get("torch", "")
 
     ask = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": ONE_THREAD})(installed)
     alive = [node for node in ray.nodes() if node["Alive"]]
     asked = {ask.options(scheduling_strategy=on_machine(ray, node["NodeID"])).remote(): node for node in alive}
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
-    here, problems = (records.code()["sha256"], records.versions().get("torch", "")), []
+    own_sha256, own_torch, problems = records.code()["sha256"], records.versions().get("torch", ""), []
     for reference in answered:
         name = f"{asked[reference]['NodeManagerHostname']} ({asked[reference]['NodeManagerAddress']})"
         try:
-            sha256, torch = ray.get(reference)
+            problem, sha256, torch = ray.get(reference)
         except ray.exceptions.RayError:  # the machine was lost meanwhile
             continue
-        if sha256 != here[0]:
-            problems.append(f"{name}: {sha256 if ' ' in sha256 else 'other files'}")
-        elif torch != here[1]:
-            print(f"note: {name} has torch {torch}, and this machine {here[1]}; results may round differently", file=sys.stderr)
+        if problem or sha256 != own_sha256:
+            problems.append(f"{name}: {problem or 'other files'}")
+        elif torch != own_torch:
+            text = f"{name} has torch {torch}, and this machine {own_torch}; results may round differently"
+            print(f"note: {text}", file=sys.stderr)
     if problems:
         raise ValueError(
             f"{len(problems)} machines of the Ray cluster do not have this version of smallvit: {', '.join(problems[:5])}; "

@@ -136,8 +136,8 @@ def train_elsewhere(runs: list[Run], parcel: Parcel, server: Any) -> list[Record
     """Train runs in a temporary folder of this machine, send the results to the driver, and return the records (results).
     `parcel` has the tasks. From `server` come the checkpoints of an earlier attempt and the weights of earlier runs.
     """
-    with tempfile.TemporaryDirectory(prefix="smallvit-", ignore_cleanup_errors=True) as temporary:
-        here, tasks = Path(temporary), []
+    with tempfile.TemporaryDirectory(prefix="smallvit-", ignore_cleanup_errors=True) as name:
+        here, tasks = Path(name), []
         for index, task in enumerate(parcel.tasks):
             place = here / str(index)
             write_files(place, answer(server.read.remote(task.folder)))

@@ -1,7 +1,6 @@
 """The results of a run on disk: in which folder they lie, how they are read, and how a failure is recorded."""
 
 import errno
-import json
 import os
 import re
 import sys
@@ -15,7 +14,7 @@ from smallvit.pretrained import Unavailable
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint
 from smallvit.shapes import printable
-from smallvit.storage import NotWritten, locked, read_bounded, rename_damaged
+from smallvit.storage import NotWritten, locked, parse_json, read_bounded, rename_damaged
 from smallvit.train.checkpoint import runs_in
 from smallvit.train.failures import has_text, is_out_of_memory
 from smallvit.train.fit import Tags, new_record
@@ -147,8 +146,8 @@ def of_another_version(path: Path) -> bool:
     has written it. `path` is the file of the record. The result is False if the file is damaged.
     """
     try:
-        plain = json.loads(read_bounded(path, records.MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
+        plain = parse_json(read_bounded(path, records.MOST_BYTES))
+    except (OSError, ValueError):
         return False
     if not isinstance(plain, dict) or not plain.keys() >= set(records.NEEDED) or records.is_damaged(plain):
         return False

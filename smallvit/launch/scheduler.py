@@ -27,7 +27,7 @@ from smallvit.train.publish import tidy
 from .progress import Bar
 from .results import Damaged, Killed, blocked_by, checkpoint_runs, folder, is_interruption, placed, recall, record_failure, tags
 
-ELSEWHERE = "train all runs again in another folder for the results (--out; of smallvit advise: --into)"
+START_ANEW = "train all runs again in another folder for the results (--out; of smallvit advise: --into)"
 
 
 def check_unchanged(found: Iterable[Record | None], data: Callable, content: tuple[str, tuple[str, ...]] | None):
@@ -45,7 +45,7 @@ def check_unchanged(found: Iterable[Record | None], data: Callable, content: tup
     if changed:
         raise ValueError(
             f"{changed} runs have finished on other images or labels than {describe_value(plain)} contains now; restore the "
-            f"data, also the names of its classes, or {ELSEWHERE}"
+            f"data, also the names of its classes, or {START_ANEW}"
         )
 
 
@@ -160,8 +160,10 @@ class Scheduler:
         found: dict[int, list[int]] = {}
         for place in [self.folders[index] for index in self.queue] if self.stack > 1 else []:
             names = checkpoint_runs(place)  # none without a checkpoint
+            if not 1 < len(names) <= self.stack:
+                continue
             waiting = {fingerprint(self.runs[index].run): index for index in self.queue if index not in found}
-            if 1 < len(names) <= self.stack and waiting.keys() >= set(names):
+            if waiting.keys() >= set(names):
                 group = [waiting[name] for name in names]
                 found |= {index: group for index in group}
         return found
@@ -187,7 +189,7 @@ class Scheduler:
         if changed := sum(record.has_other_weights(sha256) for record in begun):
             raise ValueError(
                 f"{changed} runs have finished that began with another file of the pretrained weights {weights.name} than "
-                f"there is now; put the old file back, or {ELSEWHERE}"
+                f"there is now; put the old file back, or {START_ANEW}"
             )
 
     @property

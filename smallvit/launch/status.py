@@ -22,7 +22,7 @@ from typing import NamedTuple
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.record import CHECKPOINT, RECORD, Record, read_record
 from smallvit.run import fingerprint
-from smallvit.storage import check_size, temporary
+from smallvit.storage import check_size, parse_json, temporary
 
 from .progress import FINISHED, RECENT, UNAVAILABLE, WAITING
 from .results import folder
@@ -169,9 +169,9 @@ def read_progress(place: Path, now: float) -> Progress | None:
         check_size(place / FILE, MOST_BYTES)
         with open(place / FILE, "rb") as file:  # opening asks a network file system for the present file
             age = max(now - os.fstat(file.fileno()).st_mtime, 0.0)
-            plain = json.loads(file.read(MOST_BYTES))
+            plain = parse_json(file.read(MOST_BYTES))
         found = Progress(**{**plain, "age": age})
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return None
     counts = (found.pid, found.step, found.steps, found.runs)
     times = [found.seconds, *([] if found.left is None else [found.left])]

@@ -25,10 +25,14 @@ class Optimizer:
     """
 
     def check_run(self, run: Any):
-        """Raise ValueError for settings of a run that cannot be combined with this optimizer. There are none."""
+        """Raise ValueError for settings of a run that cannot be combined with this optimizer. By default, there
+        are none.
+        """
 
     def check_objective(self, objective: Any):
-        """Raise ValueError for an objective or a model that this optimizer cannot train. There are none."""
+        """Raise ValueError for an objective or a model that this optimizer cannot train. By default,
+        there are none.
+        """
 
     def check_state(self):
         """Raise ValueError unless the state of each parameter, after a step, has the entries that `initial_state` returns. An

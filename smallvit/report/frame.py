@@ -51,8 +51,8 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
     found: dict[tuple, dict[str, Any]] = {}
     names = ("arm", "role", "baseline", "length", "tuning")  # as the recipe has them now; two lengths may share a run
     for each, source in outdated + present:
-        now = [replace(each, **{name: getattr(e, name) for name in names}) for e in entries.get(each.fingerprint, [])]
-        for record in now or [each]:
+        renamed = [replace(each, **{name: getattr(e, name) for name in names}) for e in entries.get(each.fingerprint, [])]
+        for record in renamed or [each]:
             row = flat(record) | {"recipe": path.stem, "source": source, "current": record.fingerprint in current}
             found[record.arm, condition_of(record), record.seed] = row
     if not found:

@@ -154,10 +154,10 @@ def compare_scores(
         return Outcome(f"FAILED, {problem} ({why})", False)
     allowed, rule = score_tolerance(committed, old, new)
     if abs(new.result - old.result) > allowed + 1e-12:
-        text = f"{result_text(new)} instead of {result_text(old)}; allowed are {tolerance(new, allowed)}, {rule}"
+        text = f"{result_text(new)} instead of {result_text(old)}; allowed are {difference_text(new, allowed)}, {rule}"
         return Outcome(f"FAILED, {text} ({why})", False)
     record = "as in the record" if new.result == old.result else f"the record has {result_text(old)}"
-    return Outcome(f"{result_text(new)}, {record}; allowed are {tolerance(new, allowed)}, {rule} ({why})", True)
+    return Outcome(f"{result_text(new)}, {record}; allowed are {difference_text(new, allowed)}, {rule} ({why})", True)
 
 
 def test_differences(old: Record, new: Record) -> list[str]:
@@ -302,11 +302,12 @@ def trace_problems(committed: Sequence[Record], old: Record, new: Record, *, sam
             break
     one, other = before.get("ema_distance"), now.get("ema_distance")
     if (one is None) != (other is None) or (one is not None and other is not None and not within_factor(one, other)):
-        problems.append(f"the averaged (EMA) weights are {number(other)} away from the last weights instead of {number(one)}")
+        distances = f"{number_text(other)} away from the last weights instead of {number_text(one)}"
+        problems.append(f"the averaged (EMA) weights are {distances}")
     one, other = before.get("final_norm"), now.get("final_norm")
     allowed = NORM_TOLERANCE[precision] if same_machine else norm_tolerance(committed, old, new, NORM_TOLERANCE[precision])
     if one is not None and (other is None or not math.isclose(one, other, rel_tol=allowed)):
-        problems.append(f"the norm of the final weights is {number(other)} instead of {number(one)}")
+        problems.append(f"the norm of the final weights is {number_text(other)} instead of {number_text(one)}")
     return problems
 
 
@@ -332,7 +333,7 @@ def seed_difference(values: Sequence[float]) -> float:
     return float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * sqrt(2) * stdev(values)
 
 
-def number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """Return a number as text with 4 significant digits. For None the text is `not known`."""
     return "not known" if value is None else f"{value:.4g}"
 
@@ -460,7 +461,7 @@ def result_text(record: Record) -> str:
     return written(record, record.result)
 
 
-def tolerance(record: Record, value: float) -> str:
+def difference_text(record: Record, value: float) -> str:
     """Return a difference of two scores as text with its unit, such as `0.60 points`. `value` is the difference, and `record`
     holds the results of a run with this score.
     """

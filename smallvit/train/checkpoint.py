@@ -88,7 +88,7 @@ def resume(members: Sequence["Training"]) -> bool:
     names = [fingerprint(member.run) for member in members]
     together = read(members[0]) if len(members) > 1 else None
     if together is not None and [*together] == names:
-        return is_current(members, together) and fit_all(members, together, members[0].checkpoint_file)
+        return is_current(members, together) and restore_all(members, together, members[0].checkpoint_file)
     for member in members:
         found = read(member)
         if found is None:
@@ -97,7 +97,7 @@ def resume(members: Sequence["Training"]) -> bool:
             text = f"{len(found)} runs were trained together until their checkpoint {member.checkpoint_file}"
             print(f"note: {text}; they are not trained together now, so they start again", file=sys.stderr)
         elif is_current([member], found):
-            fit_all([member], found, member.checkpoint_file)
+            restore_all([member], found, member.checkpoint_file)
     return False
 
 
@@ -112,7 +112,7 @@ def is_current(members: Sequence["Training"], states: dict[str, dict]) -> bool:
     return False
 
 
-def fit_all(members: Sequence["Training"], states: dict[str, dict], path: Path) -> bool:
+def restore_all(members: Sequence["Training"], states: dict[str, dict], path: Path) -> bool:
     """Load the states in the checkpoint at `path` into the `Training` objects `members`, if all of them fit, and return
     whether they do. If not, the file is set aside and nothing is changed. `states` is a dict from fingerprint to state.
     """

@@ -93,6 +93,8 @@ def fit(
                from another file of pretrained weights than there is now, for a full disk, and if anything but the final scoring
                of a run reads the test images;
                FloatingPointError if the loss is not finite;
+               `Collapse` if the features of a self-supervised run collapse;
+               RuntimeError if the solver of a linear probe does not converge;
                filelock.Timeout if another process trains this run.
     """
     if done := finished_record(run, Path(folder), validation_only):
@@ -146,6 +148,7 @@ def fit_stacked(
     during training, which saves time if only the last score counts. See `fit` for the other parameters.
 
     A run whose loss is not finite stops all of them with a FloatingPointError that names its seed. Train the others without it.
+    Only the first run is watched for collapsed features.
 
     A stack has one checkpoint, in the folder of its first run. If it is interrupted, calling this function with the same runs
     in the same order continues it, and the weights are bitwise those of an uninterrupted stack. Runs of a stack that are then
@@ -223,8 +226,8 @@ def prepare_training(
 
     Earlier runs that the run needs, such as pretraining, are trained first, unless they have finished in `init` or `teacher`;
     see `fit` for these parameters. The training is at step 0: `checkpoint.resume` continues it. The `Training` object is None
-    if the run has already finished. The function also writes the record. If another process has finished the run meanwhile, its
-    record stays and is returned.
+    if the run has already finished. The yielded function also writes the record. If another process has finished the run
+    meanwhile, its record stays and is returned.
     """
     choose_device(device)  # raises ValueError before an earlier run is trained
     reason = "this run is scored on validation images only" if validation_only else "a run reads them only when it is scored"

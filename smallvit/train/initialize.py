@@ -1,6 +1,5 @@
 """Initialization: the objective before its first step, with new weights, or weights from another run or from elsewhere."""
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from smallvit.pretrained import Weights
 from smallvit.rng import stream
 from smallvit.run import Run, fingerprint
 from smallvit.shapes import printable
-from smallvit.storage import file_sha256
+from smallvit.storage import file_sha256, parse_json
 from smallvit.vit import initialize
 
 
@@ -132,8 +131,8 @@ def owner_of(metadata: dict[str, str] | None) -> str:
     The text is empty if they do not say it.
     """
     try:
-        description = json.loads((metadata or {}).get("smallvit", "{}"))
-    except (ValueError, RecursionError):
+        description = parse_json((metadata or {}).get("smallvit", "{}"))
+    except ValueError:
         return ""
     owner = description.get("fingerprint") if isinstance(description, dict) else None
     return printable(owner) if isinstance(owner, str) else ""

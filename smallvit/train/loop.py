@@ -59,6 +59,8 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
     function `train_step` takes one step of all of them, and the function `watch` is called after each step.
 
     Every 10 seconds a checkpoint is written, one for all runs, to the file of the first one.
+
+    Raises FloatingPointError if a loss is not finite, and `Collapse` if the features of a self-supervised run collapse.
     """
     first = members[0]
     for member in members:
@@ -222,9 +224,9 @@ class Training:
 
     def unlabelled_images(self, data: Dataset) -> Images | None:
         """Return the images that the objective sees beside the labelled ones, moved to the device of the run, or None if it
-        needs none. They are all training images in `data` except the validation images, also the labelled ones, and then the
-        images whose class is not known. Their labels are replaced by 0, and do not decide which images they are, or in which
-        order.
+        needs none. They are all training images in `data`, the labelled ones included, but without the validation images. The
+        images whose class is not known come after them. All labels are replaced by 0, and do not decide which images these are,
+        or in which order.
         """
         if not (self.objective.unlabelled and self.run.steps):
             return None
@@ -276,9 +278,16 @@ class Training:
         """Compute the gradient of the loss on a batch, and return the loss. With the optimizer `SAM`, the gradient is computed
         at moved weights, and the loss at the present ones.
         """
-        if isinstance(self.optimizer, SAM):
-            return self.optimizer.two_passes(lambda: self.backward(batch), self.objective, self.not_trained)
-        return self.backward(batch)
+        if not isinstance(self.optimizer, SAM):
+            return self.backward(batch)
+        buffers = [] if self.step else [*self.objective.buffers()]
+        loss = self.optimizer.two_passes(lambda: self.backward(batch), self.objective, self.not_trained)
+        if any(now is not before for now, before in zip(self.objective.buffers(), buffers)):
+            raise ValueError(
+                "the model replaces a buffer in a forward pass, so the second pass of SAM would change it again; expected a "
+                "change in place, as in self.mean.copy_(...)"
+            )
+        return loss
 
     @functools.cached_property
     def not_trained(self) -> list[Tensor]:
@@ -406,8 +415,7 @@ class Training:
     @functools.cached_property
     def numerics_context(self) -> NumericsContext:
         """The `NumericsContext` object of this training. It switches the chosen implementation of attention (kernel) and the
-        compiled blocks on before a forward pass, and off after it. It does not set the precision, as the method `computing`
-        does.
+        compiled blocks on before a forward pass, and off after it. The precision is set by the method `computing`, not here.
         """
         return NumericsContext(self.objective, self.numerics)
 
@@ -437,7 +445,8 @@ class Training:
                 f"the loss is {loss} at step {self.step} of {self.run.steps} (seed {self.run.seed}); try a smaller lr"
             )
         self.loss.zero_()
-        val, score = self.subset.val if self.curves or self.run.early_stop else self.subset.val.take(slice(0)), None
+        measured = self.curves or self.run.early_stop
+        val, score = self.subset.val if measured else self.subset.val.take(slice(0)), None
         splits = Splits(self.subset.train.take(slice(1_000)), val, val)
         with self.evaluating.active():
             if len(val) and accuracy in self.run.evaluators:
@@ -474,11 +483,14 @@ class Training:
         device = self.device
         in_a_step = self.run.batch * (1 if self.pool is None else 1 + self.objective.unlabelled.ratio)
         without_labels = self.images if self.run.unlabelled else self.pool
+        seconds = round(self.seconds, 2)
+        if not self.run.steps:  # nothing was trained here: a run with trained weights took no time, for others none is known
+            seconds = 0.0 if self.run.init else None
         return {
             "steps": self.step,
             "images_seen": self.step * in_a_step * (self.optimizer.passes if self.optimizer else 1),
             "unlabelled": None if without_labels is None else len(without_labels),
-            "seconds": round(self.seconds, 2) if self.run.steps else 0.0 if self.run.init else None,
+            "seconds": seconds,
             "curve": self.curve,
             "health": self.health or None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

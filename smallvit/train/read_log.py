@@ -12,7 +12,7 @@ from pathlib import Path
 
 from smallvit.run import Run, fingerprint, without_seed_and_labels
 from smallvit.shapes import shape_problem
-from smallvit.storage import failures_named, locked, read_bounded, write_atomic
+from smallvit.storage import failures_named, locked, parse_json, read_bounded, write_atomic
 
 READS = "test_reads.jsonl"  # the name of the file, in the folder of the runs of a recipe
 MOST_BYTES = 2**28  # of the file
@@ -28,7 +28,6 @@ def log_test_read(path: Path, run: Run, arm: str, test_sha256: str) -> int:
 
     Raises ValueError if the file is damaged or cannot be written.
     """
-    path = Path(path)
     read = {
         "data": test_sha256,
         "arm": arm,
@@ -67,8 +66,8 @@ def lines_in(path: Path) -> list[bytes]:
         return []
     if lines and not lines[-1].endswith(b"\n"):
         try:
-            json.loads(lines[-1])
-        except (ValueError, RecursionError):
+            parse_json(lines[-1])
+        except ValueError:
             del lines[-1]
     return [line.rstrip(b"\r\n") for line in lines]
 
@@ -107,9 +106,9 @@ def parse_read(line: bytes, source: str) -> dict:
     `source` says in error messages where it stands. Raises ValueError if it is damaged.
     """
     try:
-        read = json.loads(line)
+        read = parse_json(line)
         if wrong := shape_problem(read, READ, "a read"):
             raise ValueError(wrong)
         return read
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{source} is damaged; expected a line as smallvit wrote it; delete this line") from error

@@ -23,7 +23,7 @@ from smallvit.numerics import torch_defaults
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint, rebuild
 from smallvit.shapes import printable
-from smallvit.storage import failures_named, file_sha256, flush_to_disk, read_bounded
+from smallvit.storage import failures_named, file_sha256, flush_to_disk, parse_json, read_bounded
 
 from .initialize import WeightsFile, shapes_of
 
@@ -246,10 +246,10 @@ def check_shared_files(folder: Path):
     `config.json`, which `smallvit share` writes.
     """
     try:
-        hashes = json.loads(read_bounded(folder / CONFIG, MOST_BYTES))["files"]
+        hashes = parse_json(read_bounded(folder / CONFIG, MOST_BYTES))["files"]
         there = [name for name in hashes if (folder / Path(name).name).is_file()]
         wrong = [name for name in there if file_sha256(folder / Path(name).name) != hashes[name]]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"{folder / CONFIG} is damaged or not of smallvit ({error!r}); download the model again") from error
     missing = [name for name in (records.RECORD, records.WEIGHTS) if name not in hashes or not (folder / name).is_file()]
     for names, problem in ((missing, "missing"), (wrong, "different from what was shared")):

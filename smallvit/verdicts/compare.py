@@ -5,18 +5,13 @@ from dataclasses import replace
 
 from smallvit.record import Record
 
-from .comparison import Cell, Comparison, Condition, Difference, Row, condition_of
-from .costs import FORWARD, TOLERANCE, costs_of, extra_labels, known_median, unequal
+from .comparison import Cell, Comparison, Row, condition_of
+from .costs import FORWARD, costs_of, known_median, unequal
 from .differences import Runs, difference, images_of, interval_on_new_images, is_accuracy, obstacle, same_test_images
 from .folds import Pass, pooled
 from .judge import Verdict, judge
 from .sequential import LOOKS
 from .statistics import spread
-
-__all__ = [
-    "TOLERANCE", "Comparison", "Condition", "Difference", "Row", "compare", "costs_of", "extra_labels", "format_seeds",
-    "next_looks", "unequal",
-]  # fmt: skip
 
 NO_RUN = "no such run"  # of an arm that lacks a seed of its baseline, in the recipe and in the records
 

@@ -18,8 +18,7 @@ def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
     untrained model.
 
     In a cross-validation, the costs of a pass are means over its folds: those of one model. MACs are those measured on test
-    images if the evaluator `cost` has counted them. Tuning is counted by itself: the number of
-    trials and their seconds.
+    images if the evaluator `cost` has counted them. Tuning is counted by itself: the number of trials and their seconds.
     """
 
     def paid(r: Record, name: str) -> float | None:

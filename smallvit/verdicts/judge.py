@@ -44,7 +44,7 @@ def judge(
     runs, and `family` is the number of comparisons for Holm's correction. `looks` lists the planned numbers of seeds at which
     arms are tested; empty: one test with all seeds.
 
-    A key is the pair (condition, arm). Comparisons that cannot be tested count with p = 1.
+    Comparisons that cannot be tested count with p = 1.
 
     The level of a decided comparison is the one that Holm's method asked of it: 0.05 / (family - number of smaller p-values).
     The probability of replication is computed at this level. The level of the others is the one that the next rejection needs.

@@ -35,14 +35,12 @@ BOUNDARIES = {
 
 def sequential_p(p_values: Mapping[int, float | None], looks: Sequence[int] = LOOKS) -> float:
     """Return one p-value for a comparison that is tested several times while seeds are added. `p_values` is a dict from a
-    number of seeds to the p-value of the test with these seeds. `looks` lists all planned numbers of seeds. The result is valid
-    after every test and for any rule of stopping, and Holm's method may be applied to it.
+    number of seeds to the p-value of the test with these seeds; None means that no test was possible. `looks` lists all planned
+    numbers of seeds, in rising order. The result is valid after every test and for any rule of stopping, and Holm's method may
+    be applied to it.
 
     Each p-value at n seeds is multiplied by sqrt(last look / n); the smallest product is compared with boundaries that were
     simulated for the schedules in `BOUNDARIES`. Other schedules add up the error probabilities of their looks.
-
-    p_values: p-value at each look so far, by the number of seeds; None means that no test was possible
-    looks: the planned schedule, in rising order
 
     Raises ValueError for a number of seeds that is not in the schedule.
     """

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smallvit.storage import write_text
+from smallvit.storage import parse_json, write_text
 from smallvit.verdicts.statistics import MIN_PAIRS
 
 from .options import Group
@@ -92,7 +92,7 @@ class Plan:
         if not path.exists():
             return None
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = parse_json(path.read_text(encoding="utf-8"))
             if "size" not in stored:
                 raise KeyError("size")
             return cls(**stored)
