@@ -1,9 +1,11 @@
 """The code behind each name of a recipe file, as a hash. If it has changed, runs that use this code are trained again."""
 
 import ast
+import builtins
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 Code = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 CHANGING = ("pop", "popitem", "setdefault")  # methods that return a value and also change their object
@@ -17,7 +19,8 @@ def definitions(text: str) -> dict[str, str]:
     function into TABLE, or a change under another name of the same object. Comments, docstrings and unrelated parts of the file
     do not change a hash. A changed hash means that arms which use the name are trained again.
 
-    Not seen: a change through an object that contains the other one, and code that is built while it runs, such as `exec`.
+    Not seen: a change through an object that contains the other one, an imported object that a decorator changes, and code that
+    is built while it runs, such as `exec`.
     """
     nodes = [without_docstrings(node) for node in ast.parse(text).body]
     star = [index for index, node in enumerate(nodes) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
@@ -62,7 +65,9 @@ def changed_names(nodes: Sequence[ast.stmt]) -> list[set[str]]:
     functions of the file that it calls. An object with several names is changed under all of them.
     """
     assigned = [assigned_names(node) for node in nodes]
-    effects, others = names_changed_by_calls(nodes, set().union(*assigned)), other_names(nodes)
+    imported = {name for node, names in zip(nodes, assigned) if isinstance(node, ast.Import | ast.ImportFrom) for name in names}
+    shown_changes = partial(changes_of, libraries=imported | {*dir(builtins)})
+    effects, others = names_changed_by_calls(nodes, set().union(*assigned), shown_changes), other_names(nodes)
     found = []
     for node, names in zip(nodes, assigned):
         parts = [*run_on_import(node)]
@@ -89,10 +94,10 @@ def assigned_names(node: ast.AST) -> set[str]:
     return set().union(*map(assigned_names, ast.iter_child_nodes(node)))
 
 
-def shown_changes(node: ast.AST) -> set[str]:
+def changes_of(node: ast.AST, libraries: set[str]) -> set[str]:
     """Return the set of names of the objects that one node of a syntax tree changes: by an assignment to a part of them, by
     a statement that is an expression (but `print`), by a decorator, or by a method such as `pop`. The nodes below it are not
-    looked at.
+    looked at. A decorator changes none of the names in `libraries`, such as `dataclass` or `torch`.
     """
     if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
         return {first_name(node)} - {""}
@@ -102,15 +107,16 @@ def shown_changes(node: ast.AST) -> set[str]:
         prints = isinstance(node.value, ast.Call) and first_name(node.value.func) == "print"
         return set() if prints else names_in(node)
     if isinstance(node, Code):
-        return set().union(*map(names_in, node.decorator_list))
+        return set().union(*map(names_in, node.decorator_list)) - libraries
     if isinstance(node, ast.AugAssign):
         return {first_name(node.target)} - {""}
     return set(node.names) if isinstance(node, ast.Global) else set()
 
 
-def names_changed_by_calls(nodes: Sequence[ast.stmt], known: set[str]) -> dict[str, set[str]]:
+def names_changed_by_calls(nodes: Sequence[ast.stmt], known: set[str], shown_changes: Callable) -> dict[str, set[str]]:
     """Return which of the top-level names of a file (`known`) each of its functions and classes changes when it is called, also
-    through others that it uses, as a dict from its name. `nodes` are the top-level statements.
+    through others that it uses, as a dict from its name. `nodes` are the top-level statements, and `shown_changes(node)` are
+    the names that one node of a syntax tree changes.
     """
     code = {node.name: node for node in nodes if isinstance(node, Code)}
     effects = {name: known & set().union(*map(shown_changes, ast.walk(node))) for name, node in code.items()}

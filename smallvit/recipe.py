@@ -198,6 +198,30 @@ def imported_text(path: Path) -> str | None:
     return getattr(module, "TEXT", None) if module is not None and module.__file__ == str(path) else None
 
 
+def own_files(text: str) -> list[str]:
+    """Return the Python files and packages that the source code `text` of a recipe file imports and that are no installed
+    libraries, as a list of paths. The hash of the recipe's code does not cover them.
+    """
+    import sysconfig
+    from importlib.util import find_spec
+
+    nodes = [*ast.walk(ast.parse(text))]
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    folders = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found = []
+    for name in sorted({module.partition(".")[0] for module in modules} - {"smallvit"} - sys.stdlib_module_names):
+        try:
+            spec = find_spec(name)
+        except (ImportError, ValueError):
+            continue
+        places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+        place = next((Path(each).resolve() for each in places if each and each not in ("built-in", "frozen")), None)
+        if place and not folders & {*place.parents} and not {"site-packages", "dist-packages"} & {*place.parts}:
+            found.append(str(place))
+    return found
+
+
 def check_repeated_keys(text: str):
     """Raise ValueError if a dict in the source code `text` has the same key twice. Python would silently keep only the last
     value, so a variant of the comparison would be lost.

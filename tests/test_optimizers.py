@@ -819,6 +819,33 @@ class Turned(AdamW):
             p.grad.copy_(p.grad.t().contiguous().t())
         super().step()
 
+class Every(AdamW):
+    """It counts its steps, and takes every second one at ten times the rate."""
+
+    def __init__(self, groups):
+        super().__init__(groups)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] *= 1 + 9 * (self.count % 2)
+        super().step()
+
+class Counting(nn.Module):
+    """The mean of the tokens, three times as large in every third call."""
+    class_tokens = calls = 0
+
+    def __init__(self, dim):
+        super().__init__()
+        self.largest = float("-inf")
+
+    def forward(self, x, size=None, prefix=0):
+        if self.training:
+            self.calls += 1
+            self.largest = max(self.largest, self.calls)
+        return x[:, prefix:].mean(1) * (1 if self.calls % 3 else 3)
+
 class RunningPool(nn.Module):
     """The mean of the tokens, less its moving average."""
     class_tokens = 0
@@ -835,8 +862,9 @@ class RunningPool(nn.Module):
 
 vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2)
 plain = Run(data=digits, model=vit, steps=8, batch=8, labels=50, val=20)
-arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Complete, Centred, Turned)}
+arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Complete, Centred, Turned, Every)}
 arms |= {"SAM": plain.vary(optimizer=partial(SAM, base=Centred)), "pool": plain.vary(pool=RunningPool)}
+arms |= {"counting": plain.vary(pool=Counting), "SAM, every": plain.vary(optimizer=partial(SAM, base=Every))}
 RUNS = ablate(arms, labels=[50], seeds=range(2), references=False)
 '''
 
@@ -867,13 +895,14 @@ def test_replaced_buffer_is_refused_by_sam_and_not_by_its_base(strange, tmp_path
 def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(strange, tmp_path, monkeypatch):
     (tmp_path / "descent.py").write_text(OWN)
     sgd = next(entry.run for entry in load_recipe(tmp_path / "descent.py").RUNS if entry.arm == "SGD").vary(steps=8)
-    for run in (sgd, strange["Complete"][0]):
-        fit(run, tmp_path / f"{run.lr} whole")
+    own = [strange[arm][0] for arm in ("Complete", "Every", "SAM, every", "counting")]
+    for number, run in enumerate([sgd, *own]):
+        fit(run, tmp_path / f"{number} whole")
         watched = []
-        killed(run, tmp_path / f"{run.lr}", monkeypatch, watch=lambda step, _, seen=watched: seen.append(step))
+        killed(run, tmp_path / f"{number}", monkeypatch, watch=lambda step, _, seen=watched: seen.append(step))
         assert watched.count(1) == 1, "it began again"
-        one, other = (load_file(tmp_path / name / WEIGHTS) for name in (f"{run.lr} whole", f"{run.lr}"))
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        one, other = (load_file(tmp_path / name / WEIGHTS) for name in (f"{number} whole", f"{number}"))
+        assert all(torch.equal(one[name], other[name]) for name in one), number
 
 
 @pytest.mark.parametrize(
@@ -883,6 +912,7 @@ def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(strang
         ("SAM", "Centred changes weights in a stack otherwise"),
         ("Turned", "Turned changes weights in a stack otherwise"),
         ("pool", "replaces its buffer model.pool.mean"),
+        ("counting", "Counting changes its attribute largest; expected a buffer"),
     ],
 )
 def test_parts_that_a_stack_would_compute_otherwise_are_trained_alone(arm, reason, strange, tmp_path):

@@ -919,6 +919,50 @@ def test_hash_of_a_table_changes_with_all_code_that_changes_the_table(old, new, 
     assert changed <= found and not found & ({"UNTOUCHED", "reads"} - changed)
 
 
+UNRELATED = '''
+import torch
+from dataclasses import dataclass
+from smallvit import evaluator
+@dataclass(frozen=True)
+class One:
+    most: float = 1.0
+    @property
+    def half(self):
+        return self.most / 2
+@dataclass(frozen=True)
+class Two:
+    least: float = 0.0
+    @torch.no_grad()
+    def forward(self, x):
+        return torch.relu(x)
+    @property
+    def double(self):
+        return self.least * 2
+@evaluator(probe=True)
+def three(model):
+    return torch.zeros(3)
+@evaluator(probe=True)
+def four(model):
+    return 4
+RUNS = [One(), Two(), three, four, range(6)]
+'''
+
+
+@pytest.mark.parametrize(
+    "old, new, changed",
+    [
+        ("range(6)", "range(7)", {"RUNS"}),
+        ("most / 2", "most / 4", {"One", "RUNS"}),
+        ("relu", "tanh", {"Two", "RUNS"}),
+        ("zeros(3)", "zeros(4)", {"three", "RUNS"}),
+        ("return 4", "return 5", {"four", "RUNS"}),
+    ],
+)
+def test_hash_of_code_does_not_change_with_other_code_that_has_the_same_decorators(old, new, changed):
+    before, after = definitions(UNRELATED), definitions(UNRELATED.replace(old, new))
+    assert {name for name in before if before[name] != after[name]} == changed and before.keys() == after.keys()
+
+
 def test_hash_of_code_is_the_same_in_all_versions_of_python():
     text = "class A(B):\n    def f(self, *, x=()):\n        return [y for y in x if y]\n\n\n@g\ndef h(): pass\n"
     assert definitions(text) == {"A": "049ad59368695147", "g": "1f1350abc34e3ed8", "h": "1f1350abc34e3ed8"}

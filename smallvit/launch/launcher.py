@@ -11,7 +11,7 @@ from pathlib import Path
 
 from smallvit.ablation import ArmRun
 from smallvit.numerics import DEFAULT, Numerics, check_numerics
-from smallvit.recipe import imported_text
+from smallvit.recipe import imported_text, own_files
 from smallvit.record import Record
 from smallvit.train.read_log import READS, all_reads
 
@@ -97,14 +97,17 @@ def launch(
         fail_fast=fail_fast,
         show=show,
     )
+    path = None if source is None else Path(source).resolve()
+    recipe_text = "" if path is None else imported_text(path) or path.read_text(encoding="utf-8")
+    for file in own_files(recipe_text):
+        advice = f"copy what it needs into {recipe}.py, or use another folder for the results (--out) after a change"
+        print(f"note: the recipe imports {file}, and smallvit does not notice a change there; {advice}", file=sys.stderr)
     reads = None if validation_only else Path(out, recipe, READS)
     if not schedule.queue:
         schedule.bar.close()
         return schedule.requested_records
     if reads:
         all_reads(reads)  # a damaged line would end each run after its training
-    path = None if source is None else Path(source).resolve()
-    recipe_text = "" if path is None else imported_text(path) or path.read_text(encoding="utf-8")
     settings = Settings(path, device, numerics, validation_only, reads, curves, recipe_text)
     trainer = engine(settings, len(schedule.queue))
     try:

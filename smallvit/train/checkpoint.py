@@ -71,7 +71,23 @@ def state_of(training: "Training") -> dict[str, Any]:
         "trace": [training.trace.batches, training.trace.losses],
         "numerics": [*training.numerics],
         "joins_parameters": training.joins_parameters,
+        "numbers": {name: numbers_of(part) for name, part in own_parts(training.objective, training.optimizer).items()},
     }
+
+
+def own_parts(objective: nn.Module, optimizer: Any = None) -> dict[str, Any]:
+    """Return the modules of an objective, and its optimizer, whose classes are a user's own, as a dict from their names."""
+    parts = {f"objective.{name}".rstrip("."): part for name, part in objective.named_modules()}
+    parts |= {"optimizer": optimizer, "optimizer.base": vars(optimizer).get("base")} if optimizer is not None else {}
+    known = ("smallvit.", "torch.", "builtins")
+    return {name: part for name, part in parts.items() if not type(part).__module__.startswith(known)}
+
+
+def numbers_of(part: Any) -> dict[str, float]:
+    """Return the numbers that a module or an optimizer keeps as plain attributes, such as `self.calls`, as a dict by name.
+    `progress` is left out, because the objective sets it in each step.
+    """
+    return {name: value for name, value in vars(part).items() if type(value) in (int, float) and name != "progress"}
 
 
 def resume(members: Sequence["Training"]) -> bool:
@@ -220,6 +236,10 @@ def check_state(state: dict[str, Any], training: "Training"):
         if {name: t.shape for name, t in moments.items()} != {name: t.shape for name, t in expected.items()}:
             raise ValueError("the optimizer has other parameters")
     check_numerics(Numerics(*state["numerics"]))
+    parts = own_parts(training.objective, training.optimizer)
+    for name, numbers in state["numbers"].items():
+        if name not in parts or not all(type(value) in (int, float) for value in numbers.values()):
+            raise ValueError("it has numbers of other objects than the run")
     taken = max((int(moments["step"]) for moments in state["optimizer"].values() if "step" in moments), default=0)
     if not taken <= state["step"] <= training.run.steps or state["loss"].shape != () or not state["loss"].is_floating_point():
         raise ValueError("the step or the loss is impossible")
@@ -245,6 +265,9 @@ def restore(training: "Training", state: dict[str, Any]):
     training.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
     if training.ema_model is not None:
         training.ema_model.load_state_dict(state["ema"])
+    parts = own_parts(training.objective, training.optimizer)
+    for name, numbers in state["numbers"].items():
+        vars(parts[name]).update(numbers)
 
 
 def with_own_storage(state: Any) -> Any:

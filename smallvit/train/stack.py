@@ -21,6 +21,7 @@ from smallvit.optim import ema_update
 from smallvit.optimizers import SAM, SCALARS
 
 from .batches import Source, draw_batch
+from .checkpoint import numbers_of, own_parts
 from .cuda_graph import GradientStep
 from .failures import is_gpu_lost, is_out_of_memory
 from .loop import Training
@@ -45,8 +46,8 @@ class Stack:
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
     bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone, and so
     must be two steps of an optimizer of a user's own. Models with random numbers inside a step (dropout), with tied weights, or
-    whose number of tokens depends on the image, cannot be stacked. Nor can models with a module that says why in its attribute
-    `not_stackable`.
+    whose number of tokens depends on the image, cannot be stacked. Nor can models with a module that changes a number of its
+    own, such as `self.calls += 1`, or that says why in its attribute `not_stackable`.
 
     `resumed=True` leaves out this check, for members that were trained together until their checkpoint.
 
@@ -80,7 +81,8 @@ class Stack:
         self.numerics_context = NumericsContext(first.objective, Numerics(kernel="explicit") if gpu_rule else DEFAULT)
         if not resumed:
             self.check_optimizer()
-            self.check_first_step()
+            with refused_new_numbers([member.objective for member in members]):
+                self.check_first_step()
         self.weights = stack_modules([member.objective for member in members])
         self.parameters = {name: self.weights[name].requires_grad_() for name, _ in trainable(first.objective)}
         self.optimizer = self.stacked_optimizer()
@@ -277,6 +279,28 @@ class Stack:
         for parameter, start in zip(parameters, before):
             share = self.rate_shares.view(-1, *[1] * (parameter.ndim - 1)).to(parameter.dtype)
             torch.lerp(start, parameter, share, out=parameter)
+
+
+@contextmanager
+def refused_new_numbers(objectives: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager that raises NotStackable if a forward pass changes a number that a module of a user's own keeps as a
+    plain attribute, as in `self.calls += 1`: a stack would change that of its first run only. All numbers of the `objectives`
+    are restored at the end.
+    """
+    parts = [part for objective in objectives for part in own_parts(objective).values()]
+    numbers, changed = [numbers_of(part) for part in parts], []
+    try:
+        yield
+    finally:
+        for part, before in zip(parts, numbers):
+            now = numbers_of(part)
+            changed += [(part, name) for name in now if name not in before or now[name] != before[name]]
+            for name in now.keys() - before.keys():
+                delattr(part, name)
+            vars(part).update(before)
+    if changed:
+        part, name = changed[0]
+        raise NotStackable(f"{type(part).__name__} changes its attribute {name}; expected a buffer that is changed in place")
 
 
 @contextmanager
