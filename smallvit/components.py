@@ -201,7 +201,8 @@ def full_name(thing: Callable) -> str:
     if qualified is None:
         raise ValueError(
             f"{repr(thing)[:60]} is neither a function nor a class and cannot be written to a record; give the class itself,"
-            " with its options bound by functools.partial"
+            " with its options bound by functools.partial; a transform or an evaluator with options is an instance of a class"
+            " with @dataclass(frozen=True)"
         )
     if "<" in qualified:
         raise ValueError(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from toys import leave_out_figures, slow_after, write_recipe
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, accuracy, cost, digits, flops, folder, linear_probe
@@ -387,6 +388,29 @@ def test_summary_of_an_arm_and_of_timm_models(words, start, rows, parameters, wo
 
 
 # Parts of a recipe, and other lengths
+
+
+def test_verdicts_are_printed_if_the_report_cannot_be_written(workdir, capsys):
+    assert main(["run", "mine.py", *SMALLEST]) in (0, 1)
+    shown = capsys.readouterr().out.partition("\nreport: ")[0]
+    page = workdir / "runs" / "mine" / "report.md"
+    page.unlink()
+    page.mkdir()
+    assert main(["report", "mine.py"]) == 2
+    found = capsys.readouterr()
+    assert "test accuracy" in shown and "scratch" in found.out and "report.md" in found.err
+
+
+def test_report_and_prediction_say_that_runs_have_other_settings(workdir, capsys):
+    assert main(["run", "mine.py", *SMALLEST]) in (0, 1)
+    Path("mine.py").write_text(RECIPE.replace("steps=6", "steps=7"))
+    assert Path("mine.py").read_text() != RECIPE
+    capsys.readouterr()
+    assert main(["report", "mine.py"]) == 2
+    assert "no runs of mine in runs, but 2 finished ones with other settings than mine.py has now; start" in capsys.readouterr().err
+    Image.new("L", (8, 8)).save("image.png")
+    assert main(["predict", "mine.py:scratch", "image.png"]) == 2
+    assert ", but 1 with other settings than mine.py has now; if it was" in capsys.readouterr().err
 
 
 def test_smoke_test_trains_every_arm_and_leaves_the_real_runs_alone(workdir, capsys):
@@ -879,6 +903,7 @@ def test_new_attention_in_a_recipe_file_runs_without_touching_the_package(workdi
     write_recipe('''"""Does attention that ignores distance help?"""
 from functools import partial
 import torch
+from PIL import Image
 from torch import nn
 from smallvit import AttentionOutput, PatchEmbed, Run, ViT, ablate
 

@@ -643,6 +643,25 @@ def test_data_that_changed_since_a_run_finished_are_refused(tmp_path):
     assert [r.status for r in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 2, "they do not need their data"
 
 
+def test_loader_that_draws_other_images_each_time_is_refused_after_the_first_run(tmp_path):
+    text = '''
+import os
+import torch
+from dataclasses import replace
+from smallvit import Run, ablate, digits
+def noisy():
+    data, generator = digits(), torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "big"))
+    noise = torch.randint(0, 2, data.train.images.shape, generator=generator, dtype=torch.uint8)
+    return replace(data, train=replace(data.train, images=data.train.images | noise))
+RUNS = ablate({"a": Run(data=noisy, steps=1, batch=8)}, labels=[20], seeds=range(3), references=False)
+'''
+    (tmp_path / "noisy.py").write_text(text)
+    runs = load_recipe(tmp_path / "noisy.py").RUNS
+    with pytest.raises(ValueError, match="noisy contained other images or labels in a worker process than here"):
+        launch(runs, tmp_path, recipe="noisy", source=tmp_path / "noisy.py", jobs=1)
+    assert len(list(tmp_path.rglob(RECORD))) == 1
+
+
 def test_folder_of_another_run_is_refused(tmp_path):
     other = ArmRun(run=SHORT.vary(lr=2e-3), arm="scratch")
     launch([ENTRY], tmp_path, recipe="t", jobs=1)

@@ -29,6 +29,7 @@ from smallvit.report import markdown
 from smallvit.report.provenance import warnings
 from smallvit.run import describe, fingerprint
 from smallvit.train.fit import new_record
+from smallvit.trials import trials as tried_settings
 from smallvit.tuning import (
     FIRST_SEED,
     Tune,
@@ -821,6 +822,27 @@ def test_arms_that_two_processes_tune_at_the_same_time_are_both_in_the_file(tmp_
     monkeypatch.setattr("smallvit.commands.tune.tune_arms", tune_arms)
     assert main(["tune", str(path), "--only", "arm=scratch"]) == 0
     assert [arm.arm for arm in read(tuned_file(path))[1]] == ["scratch", "other"]
+
+
+def test_trials_that_are_replaced_by_new_ones_still_count(tmp_path, monkeypatch, unpatched, fake_tuning):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, "tuned_again")
+    assert main(["tune", str(path)]) == 0
+    before = tried_settings(path)
+    assert set(before) == {"scratch", "other"} and min(before.values()) >= 2
+    assert main(["tune", str(path)]) == 0 and tried_settings(path) == before, "nothing was tuned again"
+    text = path.read_text()
+    path.write_text(text.replace("3e-4, 6e-2", "3e-4, 5e-2"))
+    assert path.read_text() != text and main(["tune", str(path)]) == 0
+    assert tried_settings(path) == {arm: 2 * count for arm, count in before.items()}
+
+
+def test_nothing_is_tuned_if_the_result_cannot_be_written(tmp_path, monkeypatch, capsys, unpatched, fake_tuning):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, "locked_out")
+    (tmp_path / ".locked_out.tuned.lock").mkdir()
+    monkeypatch.setattr("smallvit.commands.tune.tune_arms", lambda *_, **__: pytest.fail("trained"))
+    assert main(["tune", str(path)]) == 2 and ".locked_out.tuned.lock" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from smallvit.report.page import command_text
 from smallvit.train import load
 from smallvit.train.trained_model import HUB, ImageClassifier, trains_classifier
 
-from .stored import known_looks
+from .stored import known_looks, stored_records
 
 
 def load_model(options: argparse.Namespace) -> ImageClassifier:
@@ -166,7 +166,9 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
         seed = f", seed {options.seed}" if options.seed is not None else ""
         command = command_text("run", recipe, out, f" --only 'arm={arm}'")
         advice = f"if it was trained elsewhere, name the folder with --out; otherwise train it with: {command}"
-        raise ValueError(f"no run of {arm}{seed} has finished in {place}; {advice}")
+        others = sum(record.arm == arm for record in stored_records(out, path.stem)) if options.seed is None else 0
+        found = f", but {others} with other settings than {path.name} has now" if others else ""
+        raise ValueError(f"no run of {arm}{seed} has finished in {place}{found}; {advice}")
     cells = {entry.cell: entry for entry in finished}
     if len(cells) > 1:
         listed = ", ".join(

@@ -87,7 +87,9 @@ def report(options: argparse.Namespace) -> int:
     if all(record.status == "missing" for record in records):
         if not committed:
             command = run_command(path, Path(options.out), scale_option(options.scale_steps))
-            raise ValueError(f"no runs of {path.stem} in {out}; start them with: {command}")
+            others = len(stored_records(out, path.stem))
+            found = f", but {others} finished ones with other settings than {path.name} has now" if others else ""
+            raise ValueError(f"no runs of {path.stem} in {out}{found}; start them with: {command}")
         records = with_present_names(committed, module.RUNS)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
         current = by_settings(module.RUNS, seeds_in(records))  # --until-decided may have added seeds
@@ -247,16 +249,16 @@ def write_report(
     """
     options, tried = scale_option(scale_steps), trials(path, target.parent, module.RUNS)
     command = "" if out is None else run_command(path, out, options)
-    for suffix, page in ((".md", markdown), (".html", html)):
-        content = page(
-            records, title=path.stem, doc=module.__doc__ or "", options=options, trials=tried, command=command
-        )
-        write_text(target.with_suffix(suffix), content)
     print(text(records))
     if models is not None and (line := how_to_predict(records, path, models)):
         print(f"\n{line}")
     for warning in warnings(reported(records), tried) if show_warnings else ():
         print(f"warning: {warning}")
+    for suffix, page in ((".md", markdown), (".html", html)):
+        content = page(
+            records, title=path.stem, doc=module.__doc__ or "", options=options, trials=tried, command=command
+        )
+        write_text(target.with_suffix(suffix), content)
     print(f"\nreport: {target.with_suffix('.html')}")
 
 

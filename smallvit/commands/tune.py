@@ -1,9 +1,12 @@
 """smallvit tune: choose the settings of each arm on validation images, with equally many trials for all arms."""
 
 import argparse
+import hashlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from smallvit.ablation import ArmRun
 from smallvit.launch.autotune import stack_to_use
@@ -17,6 +20,7 @@ from smallvit.report.format import join_names
 from smallvit.report.page import command_text
 from smallvit.run import fingerprint
 from smallvit.storage import locked
+from smallvit.trials import add_trial, trials_file
 from smallvit.tuning import (
     Tune,
     TunedArm,
@@ -64,6 +68,9 @@ def main(options: argparse.Namespace) -> int:
         print(plan(todo, left_out, tune, len(known)))
         return 0
     check_out(Path(options.out), create=True)
+    lock = file.with_name(f".{file.stem}.lock")
+    with locked(lock, timeout=-1):  # an error now, not after the trials, if nothing can be written here
+        pass
     for arm in left_out:
         print(f"{arm.arm}, {format_labels(arm.labels)}: {arm.note}")
     tuned = tune_arms(
@@ -76,10 +83,13 @@ def main(options: argparse.Namespace) -> int:
         device=device,
         numerics=Numerics(**parse_numerics(options.numerics)),
     )
-    with locked(file.with_name(f".{file.stem}.lock"), timeout=-1):
+    with locked(lock, timeout=-1):
         untuned, tuned = ({(arm.arm, arm.labels): arm for arm in arms} for arms in (left_out, tuned))
         found = untuned | known | still_valid(file, common, tune, suggested) | tuned
         in_order = [found[cell] for cell in one_per_cell(common) if cell in found]
+        for arm in read(file)[1] if file.exists() else []:
+            if arm not in in_order:
+                keep_trials(path, arm)
         write(file, tune, in_order)
     print(table(in_order))
     left = untuned_text([cell for cell in one_per_cell(common) if cell not in found], options.recipe, options.out)
@@ -87,6 +97,22 @@ def main(options: argparse.Namespace) -> int:
     print(f"written: {file}; {left or f'{run} now trains the tuned runs, too'}")
     apply(common, file)
     return 0
+
+
+def keep_trials(recipe: Path, arm: TunedArm):
+    """Add the trials of an arm (variant) that was tuned before to the list of all tried settings, because new trials take their
+    place. So they still count. `recipe` is the recipe file, and `arm` is the earlier result. Trials whose loss was infinite are
+    left out.
+    """
+    for trial in arm.trials:
+        settings = json.dumps([arm.fingerprint, arm.labels, trial["settings"]], sort_keys=True)
+        key = hashlib.sha256(settings.encode()).hexdigest()[:16]
+        if scores := [score for score in trial["scores"] if score is not None]:
+            add_trial(
+                trials_file(recipe),
+                {"arm": arm.arm, "labels": arm.labels, "fingerprint": key, "seeds": len(scores), "val": fmean(scores)}
+                | {"note": "by smallvit tune"},
+            )
 
 
 def untuned_text(cells: Sequence[tuple[str, int | None]], recipe: str, out: str = "runs") -> str:

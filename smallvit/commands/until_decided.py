@@ -147,10 +147,11 @@ def cell_of(condition: Condition, arm: str) -> tuple:
 def progress(row: Row, more: int | None, most: int | None) -> str:
     """Return a text about one arm (variant) after a test at a planned number of seeds (a look). It says whether the comparison
     is decided (better or worse than the baseline), and why it goes on or stops. `row` is the result of the arm, `more` is its
-    number of seeds at the next look, or None, and `most` is the value of `--max-seeds`.
+    number of seeds at the next look, or None, and `most` is the value of `--max-seeds`. P is corrected for the number of
+    comparisons (Holm), as in the report.
     """
     taken = row.difference.looks if row.difference else ()
-    p = f", P = {row.difference.p:.3g}" if row.difference and row.difference.p is not None else ""
+    p = f", P = {row.difference.p_holm:.3g}" if row.difference and row.difference.p_holm is not None else ""
     units = row.units
     start = f"after {taken[-1]} {units}" if taken else f"{len(row.seeds)} {units}"
     if row.stopped == "decided":

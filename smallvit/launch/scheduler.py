@@ -115,6 +115,7 @@ class Scheduler:
         while more := [index for index in untrained if index not in todo and self.is_needed(index, todo)]:
             todo += more
         warn_other_version(self.records)
+        self.contents: dict[Callable, tuple[str, tuple[str, ...]]] = {}  # of each data set that was loaded here
         needed = dict.fromkeys(self.runs[index].run.data for index in todo)
         for data in needed:
             self.check_data(data, test_images)
@@ -178,6 +179,7 @@ class Scheduler:
         if test_images:
             loaded.check_test_images()
         check_unchanged(self.records, data, loaded.content)
+        self.contents[data] = loaded.content
         if loaded.repeats:
             text = f"{loaded.repeats:,} test images of {describe_value(describe(data))} are also training or validation images"
             print(f"note: {text}", file=sys.stderr)
@@ -333,6 +335,12 @@ class Scheduler:
         for same in self.same_run[index]:
             self.records[same] = record and placed(record, tags(self.runs[same], self.recipe))
         record = self.records[index]
+        data = self.runs[index].run.data
+        if record is not None and record.finished and data in self.contents and record.has_other_data(*self.contents[data]):
+            raise ValueError(
+                f"{describe_value(describe(data))} contained other images or labels in a worker process than here; expected "
+                "the same ones each time: draw random numbers from a generator with a fixed seed, and leave the files unchanged"
+            )
         self.bar.run_ended(self.runs[index], record)
         if record is not None and self.show:
             self.show(record)

@@ -269,7 +269,7 @@ def content(
         "failures": remarks.failures(comparison, shown),
         "unavailable": remarks.unavailable(comparison),
         "changes": changes(comparison, shown),
-        "provenance": provenance(shown, options, trials),
+        "provenance": provenance(shown, options, trials) | ({"Run again": command} if command else {}),
         "how_to_read": remarks.how_to_read(comparison, shown),
     }
 
