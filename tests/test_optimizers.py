@@ -799,6 +799,13 @@ class Lookback(AdamW):
         for p, gradient in new.items():
             self.state[p]["last"] = gradient
 
+class Late(AdamW):
+    def step(self, closure=None):
+        super().step()
+        for state in self.state.values():
+            if state["step"] >= 3:
+                state["last"] = torch.zeros(1)
+
 class Complete(Lookback):
     def initial_state(self, group, index):
         return super().initial_state(group, index) | {"last": torch.zeros_like(group["params"][index])}
@@ -862,7 +869,7 @@ class RunningPool(nn.Module):
 
 vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2)
 plain = Run(data=digits, model=vit, steps=8, batch=8, labels=50, val=20)
-arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Complete, Centred, Turned, Every)}
+arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Late, Complete, Centred, Turned, Every)}
 arms |= {"SAM": plain.vary(optimizer=partial(SAM, base=Centred)), "pool": plain.vary(pool=RunningPool)}
 arms |= {"counting": plain.vary(pool=Counting), "SAM, every": plain.vary(optimizer=partial(SAM, base=Every))}
 RUNS = ablate(arms, labels=[50], seeds=range(2), references=False)
@@ -877,12 +884,13 @@ def strange(tmp_path) -> dict[str, list[Run]]:
     return {arm: [entry.run for entry in runs if entry.arm == arm] for arm in dict.fromkeys(entry.arm for entry in runs)}
 
 
-def test_state_that_a_resumed_run_would_lack_is_refused_at_the_first_step(strange, tmp_path):
-    message = r"Lookback keeps \['exp_avg', 'exp_avg_sq', 'last', 'step'\] .* initial_state returns \['exp_avg', 'exp_avg_sq', 'step'\]"
+@pytest.mark.parametrize("arm", ["Lookback", "Late"])
+def test_state_that_a_resumed_run_would_lack_is_refused_when_it_appears(arm, strange, tmp_path):
+    message = rf"{arm} keeps \['exp_avg', 'exp_avg_sq', 'last', 'step'\] .* initial_state returns \['exp_avg', 'exp_avg_sq', 'step'\]"
     with pytest.raises(ValueError, match=message):
-        fit(strange["Lookback"][0], tmp_path / "alone")
+        fit(strange[arm][0], tmp_path / "alone")
     with pytest.raises(ValueError, match=message):
-        fit_stacked(strange["Lookback"], [tmp_path / "0", tmp_path / "1"])
+        fit_stacked(strange[arm], [tmp_path / "0", tmp_path / "1"])
 
 
 def test_replaced_buffer_is_refused_by_sam_and_not_by_its_base(strange, tmp_path):

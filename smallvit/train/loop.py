@@ -54,6 +54,11 @@ Watch = Callable[[int, float | None], None]
 """Called after each step with (step, validation accuracy); the accuracy is None between the checks."""
 
 
+def is_checked(step: int) -> bool:
+    """Return whether the state of an optimizer is checked in this step, counted from 0: the 1st, 2nd, 4th, 8th and so on."""
+    return step & (step + 1) == 0
+
+
 def train(members: Sequence["Training"], train_step: Callable[[], None], watch: Watch):
     """Train one run, or several runs together, until the last step. `members` are the `Training` objects of these runs. The
     function `train_step` takes one step of all of them, and the function `watch` is called after each step.
@@ -334,7 +339,7 @@ class Training:
         elif self.run.clip:
             nn.utils.clip_grad_norm_(self.parameters, self.run.clip)
         (self.flat or self.optimizer).step()
-        if not self.step:
+        if is_checked(self.step):
             self.optimizer.check_state()
         self.count_step(loss)
         self.loss += loss

@@ -24,7 +24,7 @@ from .batches import Source, draw_batch
 from .checkpoint import numbers_of, own_parts
 from .cuda_graph import GradientStep
 from .failures import is_gpu_lost, is_out_of_memory
-from .loop import Training
+from .loop import Training, is_checked
 from .trace import BATCHES
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: batched products round differently
@@ -274,7 +274,7 @@ class Stack:
         parameters = [*self.parameters.values()]
         before = [p.clone() for p in parameters] if self.rate_shares.min() < 1 and not self.optimizer.averages else []
         self.optimizer.step()
-        if not self.first.step:
+        if is_checked(self.first.step):
             self.optimizer.check_state()
         for parameter, start in zip(parameters, before):
             share = self.rate_shares.view(-1, *[1] * (parameter.ndim - 1)).to(parameter.dtype)
