@@ -1,13 +1,13 @@
 """The code behind each name of a recipe file, as a hash. If it has changed, runs that use this code are trained again."""
 
 import ast
-import builtins
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 Code = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+BUILTINS = ("classmethod", "property", "staticmethod")  # decorators that are known without an import
 CHANGING = ("pop", "popitem", "setdefault")  # methods that return a value and also change their object
 
 
@@ -65,8 +65,10 @@ def changed_names(nodes: Sequence[ast.stmt]) -> list[set[str]]:
     functions of the file that it calls. An object with several names is changed under all of them.
     """
     assigned = [assigned_names(node) for node in nodes]
-    imported = {name for node, names in zip(nodes, assigned) if isinstance(node, ast.Import | ast.ImportFrom) for name in names}
-    shown_changes = partial(changes_of, libraries=imported | {*dir(builtins)})
+    imports = [isinstance(node, ast.Import | ast.ImportFrom) for node in nodes]
+    imported = {*BUILTINS}.union(*(names for names, is_import in zip(assigned, imports) if is_import))
+    own = set().union(*(names for names, is_import in zip(assigned, imports) if not is_import))
+    shown_changes = partial(changes_of, libraries=imported - own)
     effects, others = names_changed_by_calls(nodes, set().union(*assigned), shown_changes), other_names(nodes)
     found = []
     for node, names in zip(nodes, assigned):

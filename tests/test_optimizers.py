@@ -896,8 +896,20 @@ def test_state_that_a_resumed_run_would_lack_is_refused_when_it_appears(arm, str
 def test_replaced_buffer_is_refused_by_sam_and_not_by_its_base(strange, tmp_path):
     (run, *_) = strange["pool"]
     fit(run, tmp_path / "base")
+    fit(run.vary(optimizer=partial(SAM, rho=0)), tmp_path / "off")
     with pytest.raises(ValueError, match=r"replaces a buffer .* second pass of SAM .*; expected a change in place"):
         fit(run.vary(optimizer=SAM), tmp_path / "SAM")
+
+
+def test_plain_numbers_change_once_in_a_step_of_sam(strange):
+    calls = []
+    for optimizer in (AdamW, SAM):
+        training = training_of(strange["counting"][0].vary(optimizer=optimizer))
+        training.objective.train()
+        for _ in range(3):
+            training.train_step()
+        calls.append(training.objective.model.pool.calls)
+    assert calls == [3, 3]
 
 
 def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(strange, tmp_path, monkeypatch):
@@ -920,7 +932,9 @@ def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(strang
         ("SAM", "Centred changes weights in a stack otherwise"),
         ("Turned", "Turned changes weights in a stack otherwise"),
         ("pool", "replaces its buffer model.pool.mean"),
-        ("counting", "Counting changes its attribute largest; expected a buffer"),
+        ("counting", "a step changes the attribute Counting.largest; expected a buffer"),
+        ("Every", "a step changes the attribute Every.count of the optimizer"),
+        ("SAM, every", "a step changes the attribute Every.count of the optimizer"),
     ],
 )
 def test_parts_that_a_stack_would_compute_otherwise_are_trained_alone(arm, reason, strange, tmp_path):

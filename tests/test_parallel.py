@@ -233,6 +233,16 @@ def test_old_record_without_the_number_of_processes_is_valid_and_reports_name_it
     assert differ == ["Runs differ in processes: 2 in A; 4 in B"]
 
 
+class Calls(MeanTokens):
+    """It counts its calls."""
+
+    calls = 0
+
+    def forward(self, *arguments, **options):
+        self.calls += 1
+        return super().forward(*arguments, **options)
+
+
 def training(run: Run) -> Training:
     return Training(run, data := digits(), data.subset(labels=run.labels, val=run.val, seed=run.seed), "cpu")
 
@@ -250,6 +260,13 @@ def training(run: Run) -> Training:
 def test_model_with_draws_or_batch_normalization_is_refused(change, reason):
     with pytest.raises(ValueError, match=reason):
         parallel.check_images_are_independent(training(SHORT.vary(**change)))
+
+
+def test_model_that_counts_in_an_attribute_is_refused():
+    one = training(SHORT)
+    one.objective.model.pool = Calls(dim=1)
+    with pytest.raises(ValueError, match=r"changes the attribute Calls\.calls, also for each part of a batch"):
+        parallel.check_images_are_independent(one)
 
 
 @pytest.mark.parametrize("begin", [0.0, 0.5, None])

@@ -344,17 +344,22 @@ def test_from_timm_copies_shared_and_fixed_weights(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (change_all("attn", nn.Identity), "has Identity as attn of a block, which a ViT does not"),
-        (change_all("mlp", nn.Identity), "has Identity as mlp of a block, which a ViT does not"),
-        (change_all("mlp.act", nn.Identity), "has Identity as mlp.act of a block, which a ViT does not"),
-        (change_all("norm1", nn.Identity), "has Identity as norm1 of a block, which a ViT does not"),
-        (lambda m: setattr(m.blocks, "1", nn.Identity()), "has Identity as block, which a ViT does not"),
+        (change_all("attn", nn.Identity), "has Identity as attn, which a ViT does not"),
+        (change_all("mlp", nn.Identity), "has Identity as mlp, which a ViT does not"),
+        (change_all("mlp.fc1", lambda: nn.Sequential(nn.Linear(24, 96))), "has Sequential as mlp.fc1, which a ViT does not"),
+        (change_all("attn.q_norm", nn.GELU), "has GELU as attn.q_norm, which a ViT does not"),
+        (change_all("mlp.drop1", nn.GELU), "has GELU as mlp.drop1, which a ViT does not"),
+        (change_all("attn.scale", lambda: 1.0), "has attention with another scale, which a ViT does not"),
+        (lambda m: setattr(m, "norm_pre", nn.GELU()), "has GELU as norm_pre, which a ViT does not"),
+        (change_all("mlp.act", nn.Identity), "has Identity as mlp.act, which a ViT does not"),
+        (change_all("norm1", nn.Identity), "has Identity as norm1, which a ViT does not"),
+        (lambda m: setattr(m.blocks, "1", nn.Identity()), "has Identity as a block, which a ViT does not"),
         (lambda m: prune.l1_unstructured(m.head, "weight", 0.3), r"the weights of this timm model.* do not fit: head.weight missing"),
         (lambda m: m.register_buffer("mean", torch.zeros(3)), r"the weights of this timm model.* do not fit: mean \(3,\); expected"),
         (lambda m: setattr(m, "pos_embed", nn.Parameter(torch.zeros(1, 5, 24))), r"do not fit: position.table \(5, 24\)"),
         (lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, inplace=True), r"torch.ao.nn.*Linear, which a ViT does not"),
     ],
-    ids=["attention", "mlp", "activation", "norm", "block", "pruned", "buffer", "positions", "quantized"],
+    ids=["attention", "mlp", "linear", "qk-norm", "dropout", "scale", "norm_pre", "activation", "norm", "block", "pruned", "buffer", "positions", "quantized"],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.ao
 def test_from_timm_names_manual_changes_of_a_model(change, message):
@@ -466,10 +471,14 @@ def test_to_timm_names_unsupported_parts(choices, part):
         (lambda m: setattr(m, "norm", nn.Identity()), "has no last norm, which"),
         (lambda m: setattr(m.blocks[1].norm2, "eps", 1e-5), "has norms with another epsilon than 1e-6, which"),
         (lambda m: setattr(m.blocks[0].mlp, "1", nn.GELU("tanh")), "has GELU by tanh, which"),
+        (lambda m: setattr(m.blocks[0].mlp, "2", nn.GELU()), "has GELU as mlp.2, which"),
+        (lambda m: setattr(m.blocks[1], "mlp", nn.Linear(24, 24)), "has Linear as mlp, which"),
+        (lambda m: setattr(m.blocks[1].attention, "q_norm", nn.GELU()), "has GELU as attention.q_norm, which"),
+        (lambda m: setattr(m.tokenizer, "proj", nn.Sequential(m.tokenizer.proj)), "has Sequential as tokenizer.proj, which"),
         (lambda m: setattr(m.blocks[0].attention, "scale", 0.05), "has attention with another scale, which"),
         (lambda m: prune.l1_unstructured(m.head, "weight", 0.3), "the weights of this ViT.* do not fit: head.weight missing"),
     ],
-    ids=["head", "block", "no norm", "epsilon", "activation", "scale", "pruned"],
+    ids=["head", "block", "no norm", "epsilon", "activation", "dropout", "mlp", "qk-norm", "tokenizer", "scale", "pruned"],
 )
 def test_to_timm_names_manual_changes_of_a_model(change, message):
     ours = SMALL()

@@ -948,6 +948,13 @@ RUNS = [One(), Two(), three, four, range(6)]
 '''
 
 
+def test_registry_with_the_name_of_a_builtin_or_of_an_import_is_one():
+    for first in ("all = Registry()", "from lib import all\nall = Registry()"):
+        text = first + "\n@all.add\ndef one():\n    return 1\ndef use(x):\n    return [f(x) for f in all.values()]\n"
+        before, after = definitions(text), definitions(text.replace("return 1", "return 2"))
+        assert {name for name in before if before[name] != after[name]} == {"all", "one", "use"}
+
+
 @pytest.mark.parametrize(
     "old, new, changed",
     [

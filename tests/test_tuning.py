@@ -825,16 +825,19 @@ def test_arms_that_two_processes_tune_at_the_same_time_are_both_in_the_file(tmp_
 
 
 def test_trials_that_are_replaced_by_new_ones_still_count(tmp_path, monkeypatch, unpatched, fake_tuning):
+    """Each setting counts once. More seeds of the same settings are no new ones."""
     monkeypatch.chdir(tmp_path)
-    path = recipe(tmp_path, "tuned_again")
-    assert main(["tune", str(path)]) == 0
-    before = tried_settings(path)
-    assert set(before) == {"scratch", "other"} and min(before.values()) >= 2
-    assert main(["tune", str(path)]) == 0 and tried_settings(path) == before, "nothing was tuned again"
+    path, settings = recipe(tmp_path, "tuned_again"), {"scratch": set(), "other": set()}
     text = path.read_text()
-    path.write_text(text.replace("3e-4, 6e-2", "3e-4, 5e-2"))
-    assert path.read_text() != text and main(["tune", str(path)]) == 0
-    assert tried_settings(path) == {arm: 2 * count for arm, count in before.items()}
+    counts = []
+    for changed in (text, text, text.replace("seeds=2", "seeds=3"), text.replace("3e-4, 6e-2", "3e-4, 5e-2")):
+        path.write_text(changed)
+        assert main(["tune", str(path)]) == 0
+        for arm in read(tuned_file(path))[1]:
+            settings[arm.arm] |= {trial["settings"]["lr"] for trial in arm.trials}
+        counts.append(tried_settings(path))
+        assert counts[-1] == {arm: len(found) for arm, found in settings.items()}
+    assert counts[0] == counts[1] == counts[2] and counts[3]["scratch"] > counts[2]["scratch"] >= 2
 
 
 def test_nothing_is_tuned_if_the_result_cannot_be_written(tmp_path, monkeypatch, capsys, unpatched, fake_tuning):

@@ -10,7 +10,7 @@ from smallvit.ablation import ArmRun
 from smallvit.deploy.predict import Ensemble, finished_runs
 from smallvit.launch.results import folder, recall
 from smallvit.looks import with_looks
-from smallvit.recipe import find_recipe, load_recipe, only
+from smallvit.recipe import by_settings, find_recipe, load_recipe, only
 from smallvit.record import Record, read_record
 from smallvit.report.page import command_text
 from smallvit.train import load
@@ -166,7 +166,9 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
         seed = f", seed {options.seed}" if options.seed is not None else ""
         command = command_text("run", recipe, out, f" --only 'arm={arm}'")
         advice = f"if it was trained elsewhere, name the folder with --out; otherwise train it with: {command}"
-        others = sum(record.arm == arm for record in stored_records(out, path.stem)) if options.seed is None else 0
+        stored = [record for record in stored_records(out, path.stem) if record.arm == arm]
+        known = by_settings(load_recipe(path).RUNS, {record.seed for record in stored})
+        others = sum(record.fingerprint not in known for record in stored)
         found = f", but {others} with other settings than {path.name} has now" if others else ""
         raise ValueError(f"no run of {arm}{seed} has finished in {place}{found}; {advice}")
     cells = {entry.cell: entry for entry in finished}

@@ -249,16 +249,22 @@ def write_report(
     """
     options, tried = scale_option(scale_steps), trials(path, target.parent, module.RUNS)
     command = "" if out is None else run_command(path, out, options)
+    failure = None
+    for suffix, page in ((".md", markdown), (".html", html)):
+        content = page(
+            records, title=path.stem, doc=module.__doc__ or "", options=options, trials=tried, command=command
+        )
+        try:
+            write_text(target.with_suffix(suffix), content)
+        except (OSError, ValueError) as error:  # the verdicts are printed nevertheless
+            failure = failure or error
     print(text(records))
     if models is not None and (line := how_to_predict(records, path, models)):
         print(f"\n{line}")
     for warning in warnings(reported(records), tried) if show_warnings else ():
         print(f"warning: {warning}")
-    for suffix, page in ((".md", markdown), (".html", html)):
-        content = page(
-            records, title=path.stem, doc=module.__doc__ or "", options=options, trials=tried, command=command
-        )
-        write_text(target.with_suffix(suffix), content)
+    if failure is not None:
+        raise failure
     print(f"\nreport: {target.with_suffix('.html')}")
 
 

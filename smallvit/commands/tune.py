@@ -20,7 +20,7 @@ from smallvit.report.format import join_names
 from smallvit.report.page import command_text
 from smallvit.run import fingerprint
 from smallvit.storage import locked
-from smallvit.trials import add_trial, trials_file
+from smallvit.trials import add_trial, read_trials, trials_file
 from smallvit.tuning import (
     Tune,
     TunedArm,
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
     check_out(Path(options.out), create=True)
     lock = file.with_name(f".{file.stem}.lock")
     with locked(lock, timeout=-1):  # an error now, not after the trials, if nothing can be written here
-        pass
+        read_trials(trials_file(path))
     for arm in left_out:
         print(f"{arm.arm}, {format_labels(arm.labels)}: {arm.note}")
     tuned = tune_arms(
@@ -87,10 +87,9 @@ def main(options: argparse.Namespace) -> int:
         untuned, tuned = ({(arm.arm, arm.labels): arm for arm in arms} for arms in (left_out, tuned))
         found = untuned | known | still_valid(file, common, tune, suggested) | tuned
         in_order = [found[cell] for cell in one_per_cell(common) if cell in found]
-        for arm in read(file)[1] if file.exists() else []:
-            if arm not in in_order:
-                keep_trials(path, arm)
+        before = read(file)[1] if file.exists() else []
         write(file, tune, in_order)
+    keep_trials(path, before, in_order)
     print(table(in_order))
     left = untuned_text([cell for cell in one_per_cell(common) if cell not in found], options.recipe, options.out)
     run = command_text("run", options.recipe, Path(options.out))
@@ -99,20 +98,25 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def keep_trials(recipe: Path, arm: TunedArm):
-    """Add the trials of an arm (variant) that was tuned before to the list of all tried settings, because new trials take their
-    place. So they still count. `recipe` is the recipe file, and `arm` is the earlier result. Trials whose loss was infinite are
-    left out.
+def keep_trials(recipe: Path, before: Sequence[TunedArm], now: Sequence[TunedArm]):
+    """Add trials that new ones have replaced to the list of all tried settings, so that they still count. `recipe` is the
+    recipe file, and `before` and `now` are the earlier and the present results. Trials without a score, because their loss was
+    infinite, are left out.
     """
-    for trial in arm.trials:
-        settings = json.dumps([arm.fingerprint, arm.labels, trial["settings"]], sort_keys=True)
-        key = hashlib.sha256(settings.encode()).hexdigest()[:16]
-        if scores := [score for score in trial["scores"] if score is not None]:
-            add_trial(
-                trials_file(recipe),
-                {"arm": arm.arm, "labels": arm.labels, "fingerprint": key, "seeds": len(scores), "val": fmean(scores)}
-                | {"note": "by smallvit tune"},
-            )
+
+    def keyed(arms: Sequence[TunedArm]) -> dict[str, tuple[TunedArm, list]]:
+        return {
+            json.dumps([arm.fingerprint, arm.labels, trial["settings"]], sort_keys=True): (arm, trial["scores"])
+            for arm in arms
+            for trial in arm.trials
+        }
+
+    present = keyed(now)
+    for settings, (arm, scores) in keyed(before).items():
+        if settings not in present and (known := [score for score in scores if score is not None]):
+            key = hashlib.sha256(settings.encode()).hexdigest()[:16]
+            trial = {"arm": arm.arm, "labels": arm.labels, "fingerprint": key, "seeds": len(known), "val": fmean(known)}
+            add_trial(trials_file(recipe), trial | {"note": "by smallvit tune"})
 
 
 def untuned_text(cells: Sequence[tuple[str, int | None]], recipe: str, out: str = "runs") -> str:

@@ -229,6 +229,20 @@ def is_tiling(proj: nn.Conv2d, patch_size: tuple[int, int]) -> bool:
     return padding and proj.kernel_size == proj.stride == tuple(patch_size) and proj.dilation == (1, 1) and proj.groups == 1
 
 
+def replaced_part(module: nn.Module, allowed: Mapping[str, tuple[type, ...]]) -> str:
+    """Return the first part of a module that is missing or has another class than it may have, as text, or an empty text.
+    `allowed` is a dict from the name of each part, such as "mlp.act", to its classes. The name of the module itself is "".
+    """
+    for name, kinds in allowed.items():
+        try:
+            part = module.get_submodule(name)
+        except AttributeError:
+            return f"no {name}"
+        if type(part) not in kinds:
+            return f"{type(part).__name__} as {name or 'a block'}"
+    return ""
+
+
 def unsupported_parts(model: Any) -> list[str]:
     """Return a list of the classes and settings in a Vision Transformer of timm that our `ViT` does not support, as text. The
     list is empty if the timm model can be converted to a `ViT`.
@@ -247,14 +261,22 @@ def unsupported_parts(model: Any) -> list[str]:
     unknown = {type(module) for module in body} - known
     if unknown:  # a class of another library may have the name of a known one
         return sorted(f"{kind.__module__}.{kind.__name__}" if kind.__name__ in names else kind.__name__ for kind in unknown)
-    norm_kinds, gelu = (layers.LayerNorm, nn.LayerNorm), (layers.GELU, nn.GELU)
-    kinds = {"norm1": norm_kinds, "norm2": norm_kinds, "attn": (layers.Attention,), "mlp": (layers.Mlp,), "mlp.act": gelu}
-    for block in model.blocks:
-        if type(block) is not vit.Block:
-            return [f"{type(block).__name__} as block"]
-        for name, allowed in kinds.items():
-            if type(part := block.get_submodule(name)) not in allowed:
-                return [f"{type(part).__name__} as {name} of a block"]
+    norm, none, dropout = (layers.LayerNorm, nn.LayerNorm), (nn.Identity,), (nn.Dropout, nn.Identity)
+    whole = {
+        "patch_embed": (layers.PatchEmbed,), "patch_embed.proj": (nn.Conv2d,), "patch_embed.norm": norm + none,
+        "pos_drop": dropout, "patch_drop": (layers.PatchDropout, *none), "norm_pre": norm + none, "norm": norm + none,
+        "fc_norm": norm + none, "head_drop": dropout,
+    }  # fmt: skip
+    in_block = {
+        "": (vit.Block,), "norm1": norm, "attn": (layers.Attention,), "attn.qkv": (nn.Linear,), "attn.q_norm": norm + none,
+        "attn.k_norm": norm + none, "attn.attn_drop": dropout, "attn.norm": norm + none, "attn.proj": (nn.Linear,),
+        "attn.proj_drop": dropout, "ls1": (layers.LayerScale, *none), "drop_path1": (layers.DropPath, *none), "norm2": norm,
+        "mlp": (layers.Mlp,), "mlp.fc1": (nn.Linear,), "mlp.act": (layers.GELU, nn.GELU), "mlp.drop1": dropout,
+        "mlp.norm": norm + none, "mlp.fc2": (nn.Linear,), "mlp.drop2": dropout, "ls2": (layers.LayerScale, *none),
+        "drop_path2": (layers.DropPath, *none),
+    }  # fmt: skip
+    if other := replaced_part(model, whole) or next(filter(None, (replaced_part(b, in_block) for b in model.blocks)), ""):
+        return [other]
     first: Any = model.blocks[0]
     embed: Any = model.patch_embed
     head = model.head
@@ -270,6 +292,7 @@ def unsupported_parts(model: Any) -> list[str]:
         "norms without weight or bias": any(norm.weight is None or norm.bias is None for norm in norms),
         "projections without bias": None in (first.attn.proj.bias, first.mlp.fc1.bias, first.mlp.fc2.bias),
         "GELU by tanh": getattr(first.mlp.act, "approximate", "none") != "none",
+        "attention with another scale": first.attn.scale != first.attn.head_dim**-0.5,
         "patches that overlap or leave gaps (stride, padding, dilation or groups)": not is_tiling(embed.proj, embed.patch_size),
         "patches that are not square": embed.patch_size[0] != embed.patch_size[1],
         f"a {type(head).__name__} as head (instead of nn.Linear)": type(head) not in (nn.Linear, nn.Identity),

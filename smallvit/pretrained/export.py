@@ -8,9 +8,9 @@ from smallvit.attention import Attention
 from smallvit.pooling import ClassToken, MeanTokens
 from smallvit.positions import Learned
 from smallvit.tokenizers import PatchEmbed
-from smallvit.vit import Block, ViT
+from smallvit.vit import Block, DropPath, LayerScale, ViT
 
-from .convert import NAMES, copy_frozen, load_all, replace_parts, trained_weights
+from .convert import NAMES, copy_frozen, load_all, replace_parts, replaced_part, trained_weights
 
 
 def to_timm(model: ViT) -> nn.Module:
@@ -96,9 +96,18 @@ def unsupported_parts(model: ViT) -> list[str]:
     found = [type(part).__name__ for name, kinds in allowed.items() if type(part := getattr(model, name)) not in kinds]
     found += [type(block).__name__ for block in model.blocks if type(block) is not Block]
     blocks: list[Any] = [block for block in model.blocks if type(block) is Block]
-    for block in blocks:
-        parts = {block.attention: Attention, block.reduction: type(None), block.mlp[1]: nn.GELU}
-        found += [type(part).__name__ for part, kind in parts.items() if type(part) is not kind]
+    norm, branch = (nn.LayerNorm,), {"": (nn.Sequential,), ".0": (nn.Dropout,), ".1": (LayerScale,), ".2": (DropPath,)}
+    in_block = {
+        "norm1": norm, "attention": (Attention,), "attention.qkv": (nn.Linear,), "attention.q_norm": (*norm, nn.Identity),
+        "attention.k_norm": (*norm, nn.Identity), "attention.proj": (nn.Linear,), "norm2": norm, "mlp": (nn.Sequential,),
+        "mlp.0": (nn.Linear,), "mlp.1": (nn.GELU,), "mlp.2": (nn.Dropout,), "mlp.3": (nn.Linear,),
+        **{f"{name}{place}": kinds for name in ("branch1", "branch2") for place, kinds in branch.items()},
+    }  # fmt: skip
+    found += [type(block.reduction).__name__ for block in blocks if block.reduction is not None]
+    replaced = [replaced_part(block, in_block) for block in blocks]
+    replaced += [replaced_part(model, {"tokenizer.proj": (nn.Conv2d,)})] if type(model.tokenizer) is PatchEmbed else []
+    if any(replaced):
+        return list(dict.fromkeys([*found, *filter(None, replaced)]))
     shapes = {tuple((name, tuple(weight.shape)) for name, weight in block.state_dict().items()) for block in model.blocks}
     tokenizer, attentions = model.tokenizer, [block.attention for block in blocks if type(block.attention) is Attention]
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]

@@ -23,6 +23,8 @@ from smallvit.run import fingerprint
 from smallvit.shapes import shape_problem
 from smallvit.storage import rename_damaged, write_atomic
 
+from .own_numbers import numbers_of, own_parts
+
 if TYPE_CHECKING:
     from .loop import Training
 
@@ -73,21 +75,6 @@ def state_of(training: "Training") -> dict[str, Any]:
         "joins_parameters": training.joins_parameters,
         "numbers": {name: numbers_of(part) for name, part in own_parts(training.objective, training.optimizer).items()},
     }
-
-
-def own_parts(objective: nn.Module, optimizer: Any = None) -> dict[str, Any]:
-    """Return the modules of an objective, and its optimizer, whose classes are a user's own, as a dict from their names."""
-    parts = {f"objective.{name}".rstrip("."): part for name, part in objective.named_modules()}
-    parts |= {"optimizer": optimizer, "optimizer.base": vars(optimizer).get("base")} if optimizer is not None else {}
-    known = ("smallvit.", "torch.", "builtins")
-    return {name: part for name, part in parts.items() if not type(part).__module__.startswith(known)}
-
-
-def numbers_of(part: Any) -> dict[str, float]:
-    """Return the numbers that a module or an optimizer keeps as plain attributes, such as `self.calls`, as a dict by name.
-    `progress` is left out, because the objective sets it in each step.
-    """
-    return {name: value for name, value in vars(part).items() if type(value) in (int, float) and name != "progress"}
 
 
 def resume(members: Sequence["Training"]) -> bool:
@@ -238,8 +225,10 @@ def check_state(state: dict[str, Any], training: "Training"):
     check_numerics(Numerics(*state["numerics"]))
     parts = own_parts(training.objective, training.optimizer)
     for name, numbers in state["numbers"].items():
-        if name not in parts or not all(type(value) in (int, float) for value in numbers.values()):
+        if name not in parts or any(type(value) not in (int, float) for value in numbers.values()):
             raise ValueError("it has numbers of other objects than the run")
+        if any(type(getattr(parts[name], attribute, 0)) not in (int, float) for attribute in numbers):
+            raise ValueError("it has numbers in the place of other attributes")
     taken = max((int(moments["step"]) for moments in state["optimizer"].values() if "step" in moments), default=0)
     if not taken <= state["step"] <= training.run.steps or state["loss"].shape != () or not state["loss"].is_floating_point():
         raise ValueError("the step or the loss is impossible")

@@ -44,6 +44,7 @@ from .batches import Source, draw_batch
 from .cuda_graph import GradientStep, reason_against
 from .evaluation import evaluation_numerics
 from .initialize import initial_objective
+from .own_numbers import numbers_of, own_parts, set_numbers
 from .trace import Trace, digest, distance
 
 CHECKS = 12  # validations of a run, evenly spaced; the last one after the last step
@@ -285,14 +286,30 @@ class Training:
         """
         if not isinstance(self.optimizer, SAM):
             return self.backward(batch)
-        buffers = [] if self.step else [*self.objective.buffers()]
-        loss = self.optimizer.two_passes(lambda: self.backward(batch), self.objective, self.not_trained)
-        if any(now is not before for now, before in zip(self.objective.buffers(), buffers)):
+        before, passes = [numbers_of(part) for part in self.own_modules], []
+
+        def backward() -> Tensor:  # plain numbers change in the first pass only, as buffers do
+            if passes:
+                set_numbers(self.own_modules, before)
+            loss = self.backward(batch)
+            passes.append([numbers_of(part) for part in self.own_modules])
+            return loss
+
+        watched = self.optimizer.rho and is_checked(self.step)
+        buffers = [*self.objective.buffers()] if watched else []
+        loss = self.optimizer.two_passes(backward, self.objective, self.not_trained)
+        if watched and [*map(id, self.objective.buffers())] != [*map(id, buffers)]:
             raise ValueError(
                 "the model replaces a buffer in a forward pass, so the second pass of SAM would change it again; expected a "
                 "change in place, as in self.mean.copy_(...)"
             )
+        set_numbers(self.own_modules, passes[0])
         return loss
+
+    @functools.cached_property
+    def own_modules(self) -> list[nn.Module]:
+        """The modules of the objective whose classes are a user's own."""
+        return [*own_parts(self.objective).values()]
 
     @functools.cached_property
     def not_trained(self) -> list[Tensor]:

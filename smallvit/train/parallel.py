@@ -38,6 +38,7 @@ from smallvit.run import Run
 from . import checkpoint
 from .fit import NO_TAGS, Tags, fit, load_data, prepare_training, training_allowed
 from .loop import Training, Watch, train
+from .own_numbers import changed_number, numbers_of, own_parts
 
 PATIENCE = timedelta(days=30)  # other processes wait while the first one trains an earlier run, or measures the model
 IMAGES = 16  # of the first batch, on which the model is checked
@@ -248,9 +249,10 @@ def check_images_are_independent(training: Training):
     if training.ended:
         return
     images, objective = training.next_batch().images[:IMAGES], training.objective.train()
+    own = [*own_parts(objective).values()]
     for progress in (0.0, 1.0):
         objective.set_progress(progress)
-        before = inner_state(objective, training.device)
+        before, numbers = inner_state(objective, training.device), [numbers_of(part) for part in own]
         whole = objective.model(images)
         halves = torch.cat([objective.model(half) for half in images.chunk(2)])
         after = inner_state(objective, training.device)
@@ -260,6 +262,11 @@ def check_images_are_independent(training: Training):
                     f"a training step changes {name}, differently for each part of a batch; several processes can train only "
                     "models without random draws (dropout, drop_path) and without running statistics (batch normalization)"
                 )
+        if changed := changed_number(own, numbers):
+            raise ValueError(
+                f"a training step changes the attribute {changed}, also for each part of a batch; several processes can train "
+                "only models without such numbers"
+            )
         if (whole - halves).abs().max() > TOLERANCE * whole.abs().max():
             raise ValueError(
                 "the output of the model for an image depends on the other images in the batch, so several processes cannot "

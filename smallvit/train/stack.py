@@ -21,10 +21,10 @@ from smallvit.optim import ema_update
 from smallvit.optimizers import SAM, SCALARS
 
 from .batches import Source, draw_batch
-from .checkpoint import numbers_of, own_parts
 from .cuda_graph import GradientStep
 from .failures import is_gpu_lost, is_out_of_memory
 from .loop import Training, is_checked
+from .own_numbers import changed_number, numbers_of, own_parts, set_numbers
 from .trace import BATCHES
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of the losses on the first batch: batched products round differently
@@ -125,9 +125,19 @@ class Stack:
             return optimizer.base if isinstance(optimizer, SAM) else optimizer
 
         own, make = base(self.first.optimizer), self.first.run.optimizer
-        if type(own).__module__.startswith("smallvit.") or steps_alike(lambda groups: base(make(groups)), own.param_groups):
+        if type(own).__module__.startswith("smallvit."):
             return
-        raise NotStackable(f"{type(own).__name__} changes weights in a stack otherwise than in a single run")
+        made: list[tuple[Any, dict]] = []
+
+        def make_noted(groups: list[dict]) -> Any:
+            optimizer = base(make(groups))
+            made.append((optimizer, numbers_of(optimizer)))
+            return optimizer
+
+        if not steps_alike(make_noted, own.param_groups):
+            raise NotStackable(f"{type(own).__name__} changes weights in a stack otherwise than in a single run")
+        if changed := changed_number(*zip(*made)):
+            raise NotStackable(f"a step changes the attribute {changed} of the optimizer, which the runs cannot keep")
 
     def check_first_step(self):
         """Raise NotStackable if training the runs as one model (a stack) gives another result than training each run alone. For
@@ -288,19 +298,14 @@ def refused_new_numbers(objectives: Sequence[nn.Module]) -> Iterator[None]:
     are restored at the end.
     """
     parts = [part for objective in objectives for part in own_parts(objective).values()]
-    numbers, changed = [numbers_of(part) for part in parts], []
+    numbers, changed = [numbers_of(part) for part in parts], ""
     try:
         yield
     finally:
-        for part, before in zip(parts, numbers):
-            now = numbers_of(part)
-            changed += [(part, name) for name in now if name not in before or now[name] != before[name]]
-            for name in now.keys() - before.keys():
-                delattr(part, name)
-            vars(part).update(before)
+        changed = changed_number(parts, numbers)
+        set_numbers(parts, numbers)
     if changed:
-        part, name = changed[0]
-        raise NotStackable(f"{type(part).__name__} changes its attribute {name}; expected a buffer that is changed in place")
+        raise NotStackable(f"a step changes the attribute {changed}; expected a buffer that is changed in place")
 
 
 @contextmanager
