@@ -12,7 +12,7 @@ from lightly.models.utils import get_2d_sine_cosine_positional_embedding
 from timm.layers import resample_abs_pos_embed
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from torch import nn
-from toys import assert_close, default_dtype, option_id
+from toys import assert_close, default_dtype, option_id, slow_after
 
 from smallvit import (
     Learned,
@@ -273,7 +273,7 @@ def test_own_grid_is_exact_and_an_equal_count_in_another_shape_is_resampled():
     assert not torch.equal(added(module, (6, 3), 1)[0], module.table)
 
 
-@every
+@pytest.mark.parametrize("make", slow_after(1, [Learned, partial(Learned, on_prefix=False), SinCos2d, SinCos1d]), ids=option_id)
 def test_exported_model_takes_images_of_any_size(make):
     model = ViT((8, 8), 1, 3, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2, position=make).eval()
     sides = {axis: 4 * torch.export.Dim(f"side{axis}", min=1, max=9) for axis in (2, 3)}
