@@ -643,6 +643,18 @@ def test_data_that_changed_since_a_run_finished_are_refused(tmp_path):
     assert [r.status for r in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 2, "they do not need their data"
 
 
+def test_files_of_ones_own_that_a_recipe_imports_are_named_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "own_parts_of_a_lab.py").write_text("STEPS = 1\n")
+    monkeypatch.syspath_prepend(tmp_path / "lab")
+    path = tmp_path / "imports.py"
+    path.write_text(f"import numpy\nimport torch\nfrom own_parts_of_a_lab import STEPS\n{OWN}")
+    for _ in range(2):
+        launch([], tmp_path, recipe="imports", source=path, jobs=1)
+    notes = [line for line in capsys.readouterr().err.splitlines() if "does not notice a change" in line]
+    assert len(notes) == 1 and str(tmp_path / "lab" / "own_parts_of_a_lab.py") in notes[0]
+
+
 def test_loader_that_draws_other_images_each_time_is_refused_after_the_first_run(tmp_path):
     text = '''
 import os

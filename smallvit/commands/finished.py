@@ -10,13 +10,13 @@ from smallvit.ablation import ArmRun
 from smallvit.deploy.predict import Ensemble, finished_runs
 from smallvit.launch.results import folder, recall
 from smallvit.looks import with_looks
-from smallvit.recipe import by_settings, find_recipe, load_recipe, only
+from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import Record, read_record
 from smallvit.report.page import command_text
 from smallvit.train import load
 from smallvit.train.trained_model import HUB, ImageClassifier, trains_classifier
 
-from .stored import known_looks, stored_records
+from .stored import known_looks, stored_records, with_other_settings
 
 
 def load_model(options: argparse.Namespace) -> ImageClassifier:
@@ -143,9 +143,9 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
     numbers of labels.
     """
     path, out = find_recipe(recipe), Path(options.out)
-    runs = load_recipe(path).RUNS
-    able = able_arms(runs)
-    runs = with_looks(runs, known_looks(runs, out, path.stem))
+    declared = load_recipe(path).RUNS
+    able = able_arms(declared)
+    runs = with_looks(declared, known_looks(declared, out, path.stem))
     filters = [f"arm={arm}", *options.only, *([f"labels={options.labels}"] if options.labels is not None else [])]
     runs = only(runs, filters)
     chosen = list(dict.fromkeys(entry.arm for entry in runs))
@@ -166,9 +166,8 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
         seed = f", seed {options.seed}" if options.seed is not None else ""
         command = command_text("run", recipe, out, f" --only 'arm={arm}'")
         advice = f"if it was trained elsewhere, name the folder with --out; otherwise train it with: {command}"
-        stored = [record for record in stored_records(out, path.stem) if record.arm == arm]
-        known = by_settings(load_recipe(path).RUNS, {record.seed for record in stored})
-        others = sum(record.fingerprint not in known for record in stored)
+        of_arm = [record for record in stored_records(out, path.stem) if record.arm == arm]
+        others = with_other_settings(of_arm, declared)
         found = f", but {others} with other settings than {path.name} has now" if others else ""
         raise ValueError(f"no run of {arm}{seed} has finished in {place}{found}; {advice}")
     cells = {entry.cell: entry for entry in finished}

@@ -14,7 +14,7 @@ from smallvit.data.files import looks_like_image
 from smallvit.launch.progress import error_lines
 from smallvit.launch.results import Damaged, folder, placed, recall, tags
 from smallvit.looks import with_looks
-from smallvit.recipe import by_settings, find_recipe, import_recipe, load_recipe
+from smallvit.recipe import find_recipe, import_recipe, load_recipe
 from smallvit.record import Record, one_picture_per_arm, read_records, write_records
 from smallvit.report import csv_table, html, latex_table, markdown, text
 from smallvit.report.page import how_to_predict, reported, run_command
@@ -28,7 +28,15 @@ from smallvit.verdicts.compare import compare
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
 
 from .mistakes import image_names, show_mistakes
-from .stored import check_out, known_looks, removed_comparisons, seeds_in, stored_records, unused_seeds, with_present_names
+from .stored import (
+    check_out,
+    known_looks,
+    removed_comparisons,
+    stored_records,
+    unused_seeds,
+    with_other_settings,
+    with_present_names,
+)
 from .tune import untuned_note
 
 
@@ -87,13 +95,12 @@ def report(options: argparse.Namespace) -> int:
     if all(record.status == "missing" for record in records):
         if not committed:
             command = run_command(path, Path(options.out), scale_option(options.scale_steps))
-            others = len(stored_records(out, path.stem))
+            others = with_other_settings(stored_records(out, path.stem), runs)
             found = f", but {others} finished ones with other settings than {path.name} has now" if others else ""
             raise ValueError(f"no runs of {path.stem} in {out}{found}; start them with: {command}")
         records = with_present_names(committed, module.RUNS)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
-        current = by_settings(module.RUNS, seeds_in(records))  # --until-decided may have added seeds
-        if old := sum(record.fingerprint not in current for record in records):
+        if old := with_other_settings(records, module.RUNS):  # --until-decided may have added seeds
             print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
     trained_here = out if records is collected and options.scale_steps == 1 else None
     target, all_results = out / path.stem / "report", Path(options.out)

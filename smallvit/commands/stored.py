@@ -50,6 +50,14 @@ def finished_records(folders: Iterable[Path]) -> list[Record]:
     return found
 
 
+def with_other_settings(records: Sequence[Record], runs: Sequence[ArmRun]) -> int:
+    """Return how many records (results of runs) have settings that a recipe does not list now, whatever their seed. `runs` are
+    the runs of the recipe.
+    """
+    known = by_settings(runs, seeds_in(records))
+    return sum(record.fingerprint not in known for record in records)
+
+
 def seeds_in(records: Iterable[Record]) -> set[int]:
     """Return the random seeds of records (results of runs)."""
     return {record.seed for record in records}

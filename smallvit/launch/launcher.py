@@ -6,7 +6,7 @@ checkpoint.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from smallvit.ablation import ArmRun
@@ -99,9 +99,7 @@ def launch(
     )
     path = None if source is None else Path(source).resolve()
     recipe_text = "" if path is None else imported_text(path) or path.read_text(encoding="utf-8")
-    for file in own_files(recipe_text):
-        advice = f"copy what it needs into {recipe}.py, or use another folder for the results (--out) after a change"
-        print(f"note: the recipe imports {file}, and smallvit does not notice a change there; {advice}", file=sys.stderr)
+    note_own_files(recipe_text, recipe)
     reads = None if validation_only else Path(out, recipe, READS)
     if not schedule.queue:
         schedule.bar.close()
@@ -123,6 +121,16 @@ def launch(
         trainer.close()
         schedule.bar.close()
     return schedule.requested_records
+
+
+@cache  # one note, also if a command launches several times
+def note_own_files(text: str, recipe: str):
+    """Print a note about each file of a user's own that a recipe imports, because the hash of its code does not cover it.
+    `text` is the source code of the recipe file, and `recipe` is its name.
+    """
+    for file in own_files(text):
+        advice = f"copy what it needs into {recipe}.py, or use another folder for the results (--out) after a change"
+        print(f"note: the recipe imports {file}, and smallvit does not notice a change there; {advice}", file=sys.stderr)
 
 
 def check_device(device: str):

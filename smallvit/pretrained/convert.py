@@ -251,16 +251,8 @@ def unsupported_parts(model: Any) -> list[str]:
     from timm.models import vision_transformer as vit
 
     layers: Any = timm.layers
-    known = {vit.VisionTransformer, vit.Block, layers.PatchEmbed, layers.Attention, layers.Mlp, layers.LayerScale}
-    known |= {layers.LayerNorm, layers.DropPath, layers.PatchDropout, layers.GELU, nn.GELU, nn.LayerNorm, nn.Linear, nn.Conv2d}
-    known |= {nn.Sequential, nn.Dropout, nn.Identity}
     if not len(model.blocks):
         return ["no blocks"]
-    body = [module for name, module in model.named_modules() if not f"{name}.".startswith("head.")]
-    names = {kind.__name__ for kind in known}
-    unknown = {type(module) for module in body} - known
-    if unknown:  # a class of another library may have the name of a known one
-        return sorted(f"{kind.__module__}.{kind.__name__}" if kind.__name__ in names else kind.__name__ for kind in unknown)
     norm, none, dropout = (layers.LayerNorm, nn.LayerNorm), (nn.Identity,), (nn.Dropout, nn.Identity)
     whole = {
         "patch_embed": (layers.PatchEmbed,), "patch_embed.proj": (nn.Conv2d,), "patch_embed.norm": norm + none,
@@ -275,6 +267,11 @@ def unsupported_parts(model: Any) -> list[str]:
         "mlp.norm": norm + none, "mlp.fc2": (nn.Linear,), "mlp.drop2": dropout, "ls2": (layers.LayerScale, *none),
         "drop_path2": (layers.DropPath, *none),
     }  # fmt: skip
+    known = {vit.VisionTransformer, nn.Sequential}.union(*whole.values(), *in_block.values())
+    names = {kind.__name__ for kind in known}
+    unknown = {type(part) for name, part in model.named_modules() if not f"{name}.".startswith("head.")} - known
+    if unknown:  # a class of another library may have the name of a known one
+        return sorted(f"{kind.__module__}.{kind.__name__}" if kind.__name__ in names else kind.__name__ for kind in unknown)
     if other := replaced_part(model, whole) or next(filter(None, (replaced_part(b, in_block) for b in model.blocks)), ""):
         return [other]
     first: Any = model.blocks[0]
