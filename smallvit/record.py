@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from smallvit.packing import unpack_bits, unpack_floats
 from smallvit.shapes import all_printable, printable, problem
 from smallvit.storage import check_size, file_sha256, parse_json, read_bounded, write_text
+from smallvit.words import how_many
 
 if TYPE_CHECKING:
     import numpy as np
@@ -509,7 +510,7 @@ def format_labels(labels: int | None) -> str:
     """Return a number of labelled images as text, such as `1,000 labels` or `1 label`. For None, which means that all images
     have labels, the text is `all labels`.
     """
-    return "all labels" if labels is None else f"{labels:,} label{'s' * (labels != 1)}"
+    return "all labels" if labels is None else how_many(labels, "label")
 
 
 def condition_text(labels: int | None, length: int | None, tuned: bool) -> str:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from smallvit.record import CURVE, Record, condition_text, read_record
 from smallvit.storage import parse_json, read_bounded, write_text
+from smallvit.words import how_many
 
 MOST_BYTES = 1_000_000  # of a curve file
 SECONDS = 2.0  # between two looks at the folders
@@ -273,7 +274,7 @@ def send(name: str, folder: Path, recipe: str, runs: Sequence[Followed]) -> int:
     try:
         follower.look(last=True)
     except Exception as error:  # a tracker can raise anything
-        left = f"{len(follower.waiting)} runs were not sent"
+        left = how_many(len(follower.waiting), "run was not sent", "runs were not sent")
         raise ValueError(f"{name} failed ({type(error).__name__}: {error}); {left}") from error
     return count - len(follower.waiting)
 

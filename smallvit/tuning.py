@@ -6,6 +6,7 @@ A recipe states the ranges with `ablate(..., tune=Tune({"lr": (3e-4, 6e-3)}))`. 
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -167,6 +168,11 @@ def tuned_file(recipe: str | Path) -> Path:
     return Path(recipe).with_suffix(".tuned.json")
 
 
+def tune_command(path: Path) -> str:
+    """Return the command that writes the file `R.tuned.json` at `path` anew, such as `smallvit tune R.py`."""
+    return f"smallvit tune {shlex.quote(str(path.with_name(path.name.removesuffix('.tuned.json') + '.py')))}"
+
+
 def write(path: Path, tune: Tune, arms: Sequence[TunedArm]):
     """Write the chosen values of all arms (variants) to the file `R.tuned.json`. `tune` holds the ranges and the number of
     trials.
@@ -185,7 +191,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[TunedArm]]:
 
     Raises ValueError, with the name of the file, if it is damaged or was written by another version.
     """
-    command = f"delete it and run smallvit tune {path.name.partition('.')[0]} again"
+    command = f"delete it and run {tune_command(path)} again"
     try:
         plain = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -298,7 +304,7 @@ def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:
     have equal settings after tuning.
     """
     path = Path(path)
-    again = f"run smallvit tune {path.name.partition('.')[0]} again"
+    again = f"run {tune_command(path)} again"
     plain, arms = read(path)
     common = runs_to_tune(runs)
     if not same_options(plain, common[0].tune):

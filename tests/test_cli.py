@@ -87,7 +87,7 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert main(["run", "mine.py", "--only", "labels=20", "arm=scratch,+LSA,references", "--jobs", "1"]) == 0
     captured = capsys.readouterr()
     assert "20 labels" in captured.out and "not enough seeds" in captured.out and "small CNN" in captured.out
-    assert "loading mine.py" in captured.err and "mine: training 10 runs; starting 1 worker processes" in captured.err
+    assert "loading mine.py" in captured.err and "mine: training 10 runs; starting 1 worker process" in captured.err
     page = (workdir / "runs" / "mine" / "report.md").read_text()
     assert "Does locality attention help" in page and "+LSA" in page
     assert "comparisons (2 in this recipe)" in page, "comparisons without results must count too"
@@ -277,7 +277,7 @@ def test_dry_run_refuses_finished_runs_on_other_images_as_the_run_does(workdir, 
     monkeypatch.setattr(Record, "has_other_data", lambda *content: True)
     for options in (["--dry-run"], ["--jobs", "1"]):
         assert main(["run", "mine.py", *options]) == 2
-        assert "1 runs have finished on other images or labels than digits contains now" in capsys.readouterr().err
+        assert "1 run has finished on other images or labels than digits contains now" in capsys.readouterr().err
 
 
 def test_estimate_is_longer_if_other_programs_use_the_processor(workdir, monkeypatch):
@@ -832,7 +832,7 @@ def test_table_never_replaces_a_recipe_or_an_image(option, target, workdir, caps
 def test_report_says_that_lines_of_another_machine_are_missing(many_runs, workdir, capsys):
     shutil.copytree(many_runs, workdir, dirs_exist_ok=True)
     runs, file = load_recipe("mine.py").RUNS, Path("runs", "mine", "test_reads.jsonl")
-    (_, *lines), note = file.read_text().splitlines(keepends=True), f"{file} has no line for 1 runs that were scored on test images"
+    (_, *lines), note = file.read_text().splitlines(keepends=True), f"{file} has no line for 1 run that was scored on test images"
     file.write_text("".join(lines))
     report.collect(runs, Path("runs"), "mine")
     assert note in (err := capsys.readouterr().err) and "join their files test_reads.jsonl" in err

@@ -468,7 +468,7 @@ def test_where_decoded_images_are_kept_does_not_change_a_run(tmp_path, monkeypat
     assert again == record and weights.stat().st_mtime_ns == before, "nothing was trained"
     Image.fromarray(noise()).save(top / "cat" / "0.png")
     data.folder.cache_clear()
-    with pytest.raises(ValueError, match="1 runs have finished on other images or labels"):
+    with pytest.raises(ValueError, match="1 run has finished on other images or labels"):
         launch([ArmRun(run=disk.at_seed(seed), arm="a") for seed in range(2)], tmp_path / "runs", recipe="t", jobs=1)
 
 

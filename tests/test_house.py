@@ -29,11 +29,11 @@ MAY_IMPORT = {
     "commands": {
         "__init__", "ablation", "baselines", "data", "deploy", "evaluate", "explain", "flops", "launch", "looks", "native",
         "numerics", "passes", "pretrained", "recipe", "record", "reference_runs", "references", "report", "run", "shapes",
-        "storage", "trackers", "train", "trials", "tuning", "verdicts",
+        "storage", "trackers", "train", "trials", "tuning", "verdicts", "words",
     },
     "launch": {
         "ablation", "components", "data", "evaluate", "flops", "native", "numerics", "passes", "pretrained", "ranges", "recipe",
-        "record", "run", "shapes", "storage", "train", "tuning", "verdicts",
+        "record", "run", "shapes", "storage", "train", "tuning", "verdicts", "words",
     },
     "train": {
         "augment", "components", "data", "evaluate", "explain", "flops", "numerics", "objectives", "optim", "optimizers", "packing", "passes",
@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "attention_variants": {"attention"},
     "attention_starts": {"attention", "attention_variants"},
     "block_variants": {"attention_positions", "convolution", "positions", "reduction", "vit"},
-    "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "storage", "train"},
+    "deploy": {"__init__", "ablation", "baselines", "components", "data", "record", "run", "storage", "train", "words"},
     "ranges": {"components", "run", "shapes"},
     "recipe": {"ablation", "components", "definitions", "passes", "run", "tuning"},
     "looks": {"ablation", "passes", "record", "storage"},
@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "baselines": {"augment", "data", "run", "tokenizers", "vit"},
     "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "optimizers", "pretrained", "vit"},
-    "report": {"components", "explain", "recipe", "record", "run", "tuning", "verdicts"},
+    "report": {"components", "explain", "recipe", "record", "run", "tuning", "verdicts", "words"},
     "verdicts": {"packing", "record"},
     "explain": {"attention", "data", "evaluate", "flops", "objectives", "positions", "reduction", "vit"},
     "pretrained": {"attention", "attention_positions", "flops", "pooling", "positions", "shapes", "storage", "tokenizers", "vit"},
@@ -70,13 +70,13 @@ MAY_IMPORT = {
     "pooling": {"convolution"},
     "vit": {*SLOTS, "optim", "rng"},
     "data": {"rng", "storage"},
-    "record": {"packing", "shapes", "storage"},
+    "record": {"packing", "shapes", "storage", "words"},
     "components": {"shapes"},
     "definitions": set(),
-    "trackers": {"record", "storage"},
+    "trackers": {"record", "storage", "words"},
     "numerics": {"native", "vit"},
     "native": {"attention", "convolution", "pooling", "reduction", "storage", "tokenizers", "vit"},
-    **{part: set() for part in (*(slot for slot in SLOTS if slot not in ("pooling", "tokenizers")), "augment", "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage")},
+    **{part: set() for part in (*(slot for slot in SLOTS if slot not in ("pooling", "tokenizers")), "augment", "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage", "words")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})
@@ -84,7 +84,7 @@ AT_THE_TOP |= {slot: {"einops", "torch"} for slot in SLOTS}
 AT_THE_TOP |= {"deploy": {"numpy", "sklearn", "torch"}}  # the classifier is a subclass of a class of scikit-learn
 AT_THE_TOP |= {
     part: set()
-    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "packing", "passes", "recipe", "record", "report", "rng", "run", "shapes", "storage", "verdicts")
+    for part in ("__init__", "__main__", "ablation", "commands", "components", "explain", "packing", "passes", "recipe", "record", "report", "rng", "run", "shapes", "storage", "verdicts", "words")
 }
 AT_FIRST_USE = {"extractor.py": {"sklearn"}}  # files that their package imports when they are first needed
 # Each imported module with the library in setup.cfg that installs it.

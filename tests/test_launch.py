@@ -216,7 +216,7 @@ def test_only_runs_that_have_finished_count_as_trained_by_another_version(tmp_pa
     record_failure(BROKEN, tmp_path, "t", ValueError("broken"))
     monkeypatch.setattr("smallvit.launch.scheduler.records.code", lambda: {"sha256": "another"})
     Scheduler([ENTRY, BROKEN], tmp_path, "t")
-    assert "note: 1 runs were trained by another version of smallvit" in capfd.readouterr().err
+    assert "note: 1 run was trained by another version of smallvit" in capfd.readouterr().err
 
 
 def test_renamed_arm_keeps_the_checkpoint_of_its_interrupted_run(tmp_path):
@@ -634,7 +634,7 @@ def test_data_that_changed_since_a_run_finished_are_refused(tmp_path):
     launch(runs[:1], tmp_path, recipe="t", jobs=1)
     write(1 - labels)
     for some in (runs, runs[:1]):  # also if nothing is left to train
-        with pytest.raises(ValueError, match=r"1 runs have finished on other images or labels than arrays\("):
+        with pytest.raises(ValueError, match=r"1 run has finished on other images or labels than arrays\("):
             launch(some, tmp_path, recipe="t", jobs=1)
     write(labels)
     assert [r.status for r in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 2

@@ -260,7 +260,7 @@ def test_folders_without_a_comparison_are_refused(capsys):
     draw("circle", "one/circle/2.png")
     assert main(["new", "--data", "one"]) == 2 and "one class, 'circle'" in capsys.readouterr().err
     draw("square", "one/square/1.png")
-    assert main(["new", "--data", "one"]) == 2 and "class 'square' in one has 1 images that can be read" in capsys.readouterr().err
+    assert main(["new", "--data", "one"]) == 2 and "class 'square' in one has 1 image that can be read; expected at least 2" in capsys.readouterr().err
     assert main(["new", "--data", "missing"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"smallvit: there is no folder {Path('missing').absolute()}; expected") and "folds=" not in error

@@ -161,7 +161,7 @@ def test_only_shards_with_runs_to_train_get_a_job(workdir, calls, capsys):
     assert main([*SUBMIT]) == 0
     array = scripts()[0]
     assert "--array=1,3-4" in directives(array) and '--shard "$SLURM_ARRAY_TASK_ID/4"' in array
-    assert "3 jobs (7) that train 3 runs" in capsys.readouterr().out
+    assert "3 jobs (7) for 3 runs" in capsys.readouterr().out
     calls.unlink()
     train(1, 3, 4)
     assert main([*SUBMIT]) == 0

@@ -243,7 +243,7 @@ def test_damaged_record_is_named_and_its_run_waits(content, tmp_path):
     (place_of(RUNS[0], tmp_path) / RECORD).write_bytes(content)
     state = state_of(RUNS[:2], tmp_path)
     assert counts(state) == {"finished": 1, "waiting": 1} and not state.ended
-    assert f"1 records cannot be used, such as: {place_of(RUNS[0], tmp_path)}" in command.page(state)[-1]
+    assert f"1 record cannot be used, such as: {place_of(RUNS[0], tmp_path)}" in command.page(state)[-1]
 
 
 def test_record_of_another_run_is_named(tmp_path):

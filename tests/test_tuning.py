@@ -604,7 +604,7 @@ def test_changed_arm_range_or_recipe_is_refused(tmp_path):
     runs = comparison()
     path = chosen(tmp_path / "t.tuned.json", runs)
     changed = comparison(arms=ARMS | {"+LSA": ARMS["+LSA"].vary(batch=9)})
-    with pytest.raises(ValueError, match=r"settings of arm '\+LSA' at 50 labels have changed .* run smallvit tune t again"):
+    with pytest.raises(ValueError, match=r"settings of arm '\+LSA' at 50 labels have changed .* run smallvit tune \S+/t\.py again"):
         apply(changed, path)
     with pytest.raises(ValueError, match="other options of Tune"):
         apply(comparison(Tune(RANGES, trials=9, val=100)), path)
@@ -630,7 +630,7 @@ def test_changed_arm_range_or_recipe_is_refused(tmp_path):
 def test_damaged_file_is_refused(tmp_path, change, message):
     path = chosen(tmp_path / "t.tuned.json", comparison())
     path.write_text(change(path.read_text()))
-    with pytest.raises(ValueError, match=rf"{message}.*delete it and run smallvit tune t again"):
+    with pytest.raises(ValueError, match=rf"{message}.*delete it and run smallvit tune \S+/t\.py again"):
         read(path)
 
 

@@ -557,7 +557,7 @@ def test_file_of_weights_that_was_replaced_since_a_run_finished_is_refused(files
     save_file(state, file)
     first = launch(runs[:1], tmp_path, recipe="t", jobs=1)[0]
     save_file(state | {"norm.bias": state["norm.bias"] + 1}, file)
-    with pytest.raises(ValueError, match=r"1 runs have finished that began with another file .*; put the old file back, or train"):
+    with pytest.raises(ValueError, match=r"1 run that has finished began with another file .*; put the old file back, or train"):
         launch(runs, tmp_path, recipe="t", jobs=1)
     place = folder(runs[0], tmp_path, "t")
     with pytest.raises(ValueError, match=rf"pretrained weights {TINY} that it began with has been replaced since; put the old file"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from smallvit.baselines import fitting_patch
+from smallvit.words import how_many
 
 FEWEST = 5  # files that a message lists
 UNEQUAL = 1.5  # the largest class has so many times the images of the smallest one
@@ -195,10 +196,11 @@ def check_counts(top: Path, counts: dict[str, dict[str, int]], broken: dict[str,
             raise ValueError(f"{top} has one class, {next(iter(of_class))!r}; expected a folder for each of at least 2 classes")
         for name, count in of_class.items():
             if count < needed:
-                also = f"; {len(broken)} files cannot be read, such as {next(iter(broken.values()))}" if broken else ""
+                first = next(iter(broken.values()), "")
+                also = f"; {how_many(len(broken), 'file')} cannot be read, such as {first}" if broken else ""
                 raise ValueError(
-                    f"class {name!r} in {top} has {count} images that can be read, and {needed} are needed{also}; add images, "
-                    "or move the class out of the folder"
+                    f"class {name!r} in {top} has {how_many(count, 'image')} that can be read; expected at least "
+                    f"{needed}{also}; add images, or move the class out of the folder"
                 )
 
 

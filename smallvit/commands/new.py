@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smallvit.words import how_many
+
 from .inspection import FEWEST, Inspection, inspect_images
 from .recipe_template import QUICK_ARMS, literal, possible_verdicts, recipe_text, seeds_of
 
@@ -171,15 +173,16 @@ def planned(file: Path, images: Inspection, smaller: str) -> str:
     factor = slowdown(computing_processes(), jobs)
     baseline = next(entry for entry in runs if entry.role == "baseline")
     each = run_count([entry.seed for entry in runs if entry.arm == baseline.arm], baseline.run.folds)
-    others = f"{len(seconds) - len(arms)} references and earlier runs"
+    others = how_many(len(seconds) - len(arms), "reference or earlier run", "references and earlier runs")
 
     def time(entries: Sequence["ArmRun"]) -> str:
         return clock(factor * parallel([seconds[entry.arm] for entry in entries], jobs))
 
     like_first = "; the others count like the first one" * (len(measured) < len(seconds))
+    workers = how_many(jobs, "worker process", "worker processes")
     lines = [
         f"{len(arms)} arms and {others}, {each} of each arm, {len(runs):,} runs in all",
-        f"about {time(runs)} with {jobs} worker processes (measured: a few steps of {', '.join(measured)}{like_first})",
+        f"about {time(runs)} with {workers} (measured: a few steps of {', '.join(measured)}{like_first})",
         possible_verdicts(images, quick=not smaller),
     ]
     if smaller:

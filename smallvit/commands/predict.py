@@ -10,6 +10,7 @@ from pathlib import Path
 from smallvit.data.files import looks_like_image
 from smallvit.deploy.predict import find_files, ignored_files, predict_files, table
 from smallvit.storage import write_atomic
+from smallvit.words import how_many
 
 from .finished import load_model, with_words
 
@@ -33,10 +34,10 @@ def main(options: argparse.Namespace) -> int:
     if ignored := ignored_files(options.images):
         kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common(5))
         more = ", ..." * (len(ignored) > 5)
-        files_are = "file that is no image is" if ignored.total() == 1 else "files that are no images are"
-        print(f"smallvit: {ignored.total():,} {files_are} ignored: {kinds}{more}", file=sys.stderr)
+        files_are = how_many(ignored.total(), "file that is no image is", "files that are no images are")
+        print(f"smallvit: {files_are} ignored: {kinds}{more}", file=sys.stderr)
     model = load_model(options)
-    print(f"smallvit: predicting {len(files):,} images", file=sys.stderr, flush=True)
+    print(f"smallvit: predicting {how_many(len(files), 'image')}", file=sys.stderr, flush=True)
     with tqdm(total=len(files), unit="image", disable=True if len(files) < BAR else None, leave=False) as bar:
         predictions = predict_files(model, files, skip_broken=options.skip_broken, watch=bar.update)
     for reason in predictions.broken.values():
@@ -52,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
     write_atomic(Path(options.output), lambda new: new.write_bytes(content))
     counts = Counter(predictions.probabilities.argmax(1).tolist())
     shown = ", ".join(f"{model.classes[index]} {count:,}" for index, count in counts.most_common(5))
-    print(f"{options.output}: {len(predictions.files):,} images; {shown}" + ", ..." * (len(counts) > 5))
+    print(f"{options.output}: {how_many(len(predictions.files), 'image')}; {shown}" + ", ..." * (len(counts) > 5))
     return 0
 
 

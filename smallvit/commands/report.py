@@ -26,6 +26,7 @@ from smallvit.train.read_log import READS, all_reads, scored_settings
 from smallvit.trials import trials
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
+from smallvit.words import how_many
 
 from .mistakes import image_names, show_mistakes
 from .stored import (
@@ -101,7 +102,8 @@ def report(options: argparse.Namespace) -> int:
         records = with_present_names(committed, module.RUNS)
         print(f"no runs of {path.stem} in {out}; this is the report of the committed records")
         if old := with_other_settings(records, module.RUNS):  # --until-decided may have added seeds
-            print(f"note: {old} of {len(records)} records are of runs with other settings than {path.name} has now")
+            records_are = how_many(old, "record is of a run", "records are of runs")
+            print(f"note: {records_are} with other settings than {path.name} has now")
     trained_here = out if records is collected and options.scale_steps == 1 else None
     target, all_results = out / path.stem / "report", Path(options.out)
     write_report(path, module, records, target, options.scale_steps, models=trained_here, out=all_results)
@@ -110,7 +112,8 @@ def report(options: argparse.Namespace) -> int:
         command = run_command(path, Path(options.out), scale_option(options.scale_steps))
         print("\n" + show_mistakes(options.mistakes, runs, collected, compare(records), out, path.stem, command))
     if options.log:
-        print(f"{options.log}: sent {send(options.log, out / path.stem, path.stem, runs_to_send(runs, out, path.stem))} runs")
+        sent = send(options.log, out / path.stem, path.stem, runs_to_send(runs, out, path.stem))
+        print(f"{options.log}: sent {how_many(sent, 'run')}")
     if options.disagreements:
         found = disagreements(records, *options.disagreements)
         print("\n" + disagreement_text(found, image_names(runs, records, options.disagreements[0])))
@@ -211,7 +214,8 @@ def collect(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Record]:
     known = {read["fingerprint"] for read in reads}
     if lost := sum(bool(record.test_settings) and record.fingerprint not in known for record in stored):
         advice = f"if you have copied the runs of several machines into one folder, join their files {READS}"
-        print(f"note: {file} has no line for {lost} runs that were scored on test images; {advice}", file=sys.stderr)
+        runs_were = how_many(lost, "run that was", "runs that were")
+        print(f"note: {file} has no line for {runs_were} scored on test images; {advice}", file=sys.stderr)
     removed = removed_comparisons(runs, stored, [read["fingerprint"] for read in reads])
     unused = unused_seeds(runs, stored)
     records = []
@@ -317,7 +321,8 @@ def status(records: Sequence[Record]) -> int:
             print(line, file=sys.stderr)
     if count["unavailable"]:
         arms = dict.fromkeys(record.arm for record in records if record.status == "unavailable")
-        text = f"{count['unavailable']} runs are left out, because their weights are unavailable: {', '.join(arms)}"
+        left_out = how_many(count["unavailable"], "run is", "runs are")
+        text = f"{left_out} left out, because the weights are unavailable: {', '.join(arms)}"
         print(f"smallvit: {text}", file=sys.stderr)
     left = total - sum(count[kind] for kind in ("finished", *lost))
     if left:

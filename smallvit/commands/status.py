@@ -13,6 +13,7 @@ from smallvit.launch.status import Progress, RecipeState
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.shapes import printable
+from smallvit.words import how_many
 
 from .report import scaled
 from .stored import known_looks
@@ -73,7 +74,7 @@ def page(state: RecipeState, height: int | None = None) -> list[str]:
     end = [numbers(state) + time_left(state)]
     if problems := [one.problem for one in state.states if one.problem]:
         first = printable(problems[0])[:200]
-        end.append(f"{len(problems)} records cannot be used, such as: {first}")
+        end.append(f"{how_many(len(problems), 'record')} cannot be used, such as: {first}")
     running = [describe(entry, progress) for entry, progress in state.running]
     most = len(running) if height is None else max(height - len(lines) - len(end) - 3, 1)
     if len(running) > most:

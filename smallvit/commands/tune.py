@@ -16,7 +16,6 @@ from smallvit.launch.tune import Candidates, candidates, run_count, tune_arms
 from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only
 from smallvit.record import format_labels
-from smallvit.report.format import join_names
 from smallvit.report.page import command_text
 from smallvit.run import fingerprint
 from smallvit.storage import locked
@@ -33,6 +32,7 @@ from smallvit.tuning import (
     untuned_cells,
     write,
 )
+from smallvit.words import how_many, join_names
 
 from .stored import check_out
 
@@ -171,11 +171,11 @@ def plan(todo: Sequence[Candidates], left_out: Sequence[TunedArm], tune: Tune, k
     """
     lines = [f"{arm.arm}, {format_labels(arm.labels)}: {arm.note}" for arm in left_out]
     for arm in todo:
-        lines.append(f"{arm.place}: {tune.trials} trials, {run_count(tune)} runs of {arm.runs[0].steps} steps")
+        lines.append(f"{arm.place}: {tune.trials} trials, {how_many(run_count(tune), 'run')} of {arm.runs[0].steps} steps")
         lines += [f"    {format_settings(settings)}" for settings in arm.settings]
     runs = run_count(tune) * len(todo)
-    text = f"{runs} runs with up to {tune.seeds} seeds, scored on {tune.val:,} validation images"
-    return "\n".join([*lines, text + f"; {known} arms are tuned already" * bool(known)])
+    text = f"{how_many(runs, 'run')} with up to {how_many(tune.seeds, 'seed')}, scored on {tune.val:,} validation images"
+    return "\n".join([*lines, text + f"; {how_many(known, 'arm is', 'arms are')} tuned already" * bool(known)])
 
 
 def format_settings(settings: dict) -> str:
@@ -204,4 +204,4 @@ def table(arms: Sequence[TunedArm]) -> str:
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)]
     cost = [sum(arm.cost[name] for arm in arms) for name in ("runs", "seconds")]
-    return "\n".join([*lines, f"{cost[0]} runs, {cost[1]:,.0f} seconds of training", *warnings])
+    return "\n".join([*lines, f"{how_many(cost[0], 'run')}, {cost[1]:,.0f} seconds of training", *warnings])

@@ -12,6 +12,7 @@ from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import filter_value, find_recipe, load_recipe, only
 from smallvit.record import Record, code, read_records
 from smallvit.report import compare_with_committed
+from smallvit.words import how_many
 
 from .stored import check_out, with_present_names
 
@@ -66,7 +67,8 @@ def main(options: argparse.Namespace) -> int:
     lines, agree = compare_with_committed(committed, compared)
     print("\n".join(lines))
     if left := len(requested) - len(compared):
-        print(f"{left} runs are being trained by another process; start the command again when it has ended")
+        runs_are = how_many(left, "run is", "runs are")
+        print(f"{runs_are} being trained by another process; start the command again when it has ended")
         agree = False
     print("verified: every run agrees with its committed record" if agree else "NOT verified: see above")
     return 0 if agree else 1

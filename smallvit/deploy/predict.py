@@ -15,9 +15,10 @@ from torch import Tensor
 
 from smallvit.components import differences
 from smallvit.data.files import is_image, visible_files
-from smallvit.record import RECORD, Record, read_record, settings_of
+from smallvit.record import RECORD, Record, format_labels, read_record, settings_of
 from smallvit.run import fingerprint, rebuild
 from smallvit.train.trained_model import ImageClassifier, TrainedModel, check_batch, load
+from smallvit.words import how_many
 
 SHOWN = 20  # how many files an error message lists
 
@@ -78,9 +79,9 @@ def finished_runs(folder: Path) -> list[Path]:
     found = {path.parent: read_record(path.parent) for path in sorted(folder.rglob(RECORD))}
     finished = {path: record for path, record in found.items() if record and record.finished and record.role != "dependency"}
     if not finished:
-        left = f" ({len(found)} runs there have not finished)" if found else ""
+        left = f" ({how_many(len(found), 'run there has', 'runs there have')} not finished)" if found else ""
         raise ValueError(f"no run has finished in {folder}{left}; expected a folder with {RECORD}, which smallvit run writes")
-    kinds = sorted({f"{record.arm} with {record.labels or 'all'} labels" for record in finished.values()})
+    kinds = sorted({f"{record.arm} with {format_labels(record.labels)}" for record in finished.values()})
     if len(kinds) > 1:
         raise ValueError(f"{folder} contains runs of several arms: {', '.join(kinds)}; give the folder of one of them")
     first = {settings_key(record): path for path, record in reversed(finished.items())}

@@ -14,6 +14,7 @@ from smallvit.numerics import DEFAULT, Numerics, check_numerics
 from smallvit.recipe import imported_text, own_files
 from smallvit.record import Record
 from smallvit.train.read_log import READS, all_reads
+from smallvit.words import how_many
 
 from .engine import Engine, Settings
 from .gpus import cuda_for_auto, gpu_workers
@@ -109,7 +110,8 @@ def launch(
     settings = Settings(path, device, numerics, validation_only, reads, curves, recipe_text)
     trainer = engine(settings, len(schedule.queue))
     try:
-        text = f"{recipe}: training {len(schedule.queue)} runs; starting {trainer.slots} worker processes"
+        workers = how_many(trainer.slots, "worker process", "worker processes")
+        text = f"{recipe}: training {how_many(len(schedule.queue), 'run')}; starting {workers}"
         print(text, file=sys.stderr, flush=True)
         while schedule.queue or trainer.progress():
             while len(trainer.progress()) < trainer.slots and (group := schedule.next_group(trainer.slots)):

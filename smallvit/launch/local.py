@@ -18,6 +18,7 @@ from typing import Any
 
 from smallvit.record import Record
 from smallvit.train.failures import is_gpu_lost
+from smallvit.words import how_many
 
 from .engine import ONE_THREAD, Engine, Settings
 from .gpus import VISIBLE
@@ -97,8 +98,9 @@ def allow_open_files(workers: int):
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     except (OSError, ValueError) as error:
+        processes_need = how_many(workers, "worker process needs", "worker processes need")
         raise ValueError(
-            f"{workers} worker processes need {needed:,} open files, and the limit is {hard:,}; use fewer --jobs, "
+            f"{processes_need} {needed:,} open files, and the limit is {hard:,}; use fewer --jobs, "
             "or raise the limit (ulimit -n)"
         ) from error
 

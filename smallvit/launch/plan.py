@@ -19,6 +19,7 @@ from smallvit.passes import run_count
 from smallvit.pretrained import Weights
 from smallvit.record import user_line
 from smallvit.run import Run, difference, fingerprint
+from smallvit.words import how_many
 
 from .autotune import begun, one_thread
 from .engine import Settings
@@ -108,11 +109,11 @@ def plan(
     total, later = start + factor * parallel(now, jobs), factor * parallel(after_download, jobs)
     more = f" (and {clock(later)} for the runs whose weights must be downloaded)" if later else ""
     source = "estimated from a few steps and one evaluation of each arm"
-    text = f"about {clock(total)}{more} with {jobs} worker processes on {device}, {source}"
-    text += f"; without {untimed} runs that cannot be timed" * bool(untimed)
+    text = f"about {clock(total)}{more} with {how_many(jobs, 'worker process', 'worker processes')} on {device}, {source}"
+    text += f"; without {how_many(untimed, 'run')} that cannot be timed" * bool(untimed)
     text += f"; other programs keep about {others:.0f} cores busy, which makes it slower" * (others >= 0.5)
     done = [*ending_texts([*endings.values()]), "the others take "] if len(left) < len(runs) else [""]
-    return "\n".join([*data, *lines, f"{len(runs)} runs, {', '.join(done)}{text}"])
+    return "\n".join([*data, *lines, f"{how_many(len(runs), 'run')}, {', '.join(done)}{text}"])
 
 
 def ending_texts(endings: Sequence[str | None]) -> list[str]:
@@ -133,7 +134,7 @@ def data_text(data: Dataset) -> str:
     else:
         parts[0] = f"{len(data.train):,} training and {data.test.count:,} test images of {len(spec.classes)} classes"
     if data.unlabelled is not None:
-        parts.append(f"{len(data.unlabelled):,} images without labels")
+        parts.append(f"{how_many(len(data.unlabelled), 'image')} without labels")
     if data.groups is not None:
         sizes = data.groups.unique(return_counts=True)[1].tolist()
         extent = f"{min(sizes)}" + f" to {max(sizes)}" * (min(sizes) < max(sizes))

@@ -23,6 +23,7 @@ from smallvit.storage import can_lock
 from smallvit.train.failures import is_out_of_memory
 from smallvit.train.fit import Tags
 from smallvit.train.publish import tidy
+from smallvit.words import how_many
 
 from .progress import Bar
 from .results import Damaged, Killed, blocked_by, checkpoint_runs, folder, is_interruption, placed, recall, record_failure, tags
@@ -43,8 +44,9 @@ def check_unchanged(found: Iterable[Record | None], data: Callable, content: tup
         for record in found
     )
     if changed:
+        runs_have = how_many(changed, "run has", "runs have")
         raise ValueError(
-            f"{changed} runs have finished on other images or labels than {describe_value(plain)} contains now; restore the "
+            f"{runs_have} finished on other images or labels than {describe_value(plain)} contains now; restore the "
             f"data, also the names of its classes, or {START_ANEW}"
         )
 
@@ -189,9 +191,10 @@ class Scheduler:
         sha256 = weights.sha256()
         begun = [record for entry, record in zip(self.runs, self.records) if record is not None and entry.run.init == weights]
         if changed := sum(record.has_other_weights(sha256) for record in begun):
+            runs_have = how_many(changed, "run that has", "runs that have")
             raise ValueError(
-                f"{changed} runs have finished that began with another file of the pretrained weights {weights.name} than "
-                f"there is now; put the old file back, or {START_ANEW}"
+                f"{runs_have} finished began with another file of the pretrained weights {weights.name} than there is now; put "
+                f"the old file back, or {START_ANEW}"
             )
 
     @property
@@ -415,5 +418,6 @@ def warn_other_version(found: Iterable[Record | None]):
     codes = [record.code for record in found if record is not None and record.finished]
     count = sum(bool(code) and code.get("sha256") != current for code in codes)
     if count:
-        text = f"note: {count} runs were trained by another version of smallvit; a new --out folder trains them again"
+        were = how_many(count, "run was", "runs were")
+        text = f"note: {were} trained by another version of smallvit; a new --out folder trains them again"
         print(text, file=sys.stderr)

@@ -26,6 +26,7 @@ from pathlib import Path
 from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.storage import write_text
+from smallvit.words import how_many
 
 from .results import Damaged, recall
 from .scheduler import is_untrained, read_data, unavailable_weights
@@ -138,10 +139,11 @@ def submit(options: argparse.Namespace, recipe: str, out: Path, runs: Sequence[A
         report = sbatch(folder / "report.sh", f"--dependency=afterany:{array.partition(';')[0]}")
     except ValueError as error:
         raise ValueError(
-            f"the {len(left)} jobs that train were submitted as {array}, but the job that writes the report was not: {error}; "
+            f"the training was submitted as {array}, but the job that writes the report was not: {error}; "
             f"write it yourself when they have ended: {again}; or cancel them: {stop}"
         ) from error
-    print(f"submitted: {len(left)} jobs ({array}) that train {len(entries)} runs; then one ({report}) writes the report")
+    jobs = how_many(len(left), "job")
+    print(f"submitted: {jobs} ({array}) for {how_many(len(entries), 'run')}; then one ({report}) writes the report")
     print(f"progress:  smallvit status {shlex.join(words(options, ('--out', '--scale-steps')))}")
     print(f"output:    {folder}")
     print(f"cancel:    {stop} {report.partition(';')[0]}")

@@ -37,6 +37,7 @@ from smallvit.tuning import (
     one_per_cell,
     runs_to_tune,
 )
+from smallvit.words import how_many
 
 from .launcher import launch
 from .scheduler import unavailable_weights
@@ -236,12 +237,13 @@ def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path
     records = launch(list(runs.values()), out, validation_only=True, curves=False, retry=may_succeed, **options)
     found = {record.fingerprint: record for record in records}
     if missing := len(runs) - len(found):
-        raise ValueError(f"{missing} trials are being trained by another process; start the command again when it has ended")
+        trials_are = how_many(missing, "trial is", "trials are")
+        raise ValueError(f"{trials_are} being trained by another process; start the command again when it has ended")
     failed = [record for record in records if not record.finished and not has_infinite_loss(record)]
     if failed:
         raise ValueError(
-            f"{len(failed)} trials failed; the first is of {failed[0].arm!r}: {failed[0].error}; correct the cause, "
-            "and start the command again"
+            f"{how_many(len(failed), 'trial')} failed; the first is of {failed[0].arm!r}: {failed[0].error}; correct the "
+            "cause, and start the command again"
         )
     for arm, trained in alive:
         for index in trained:

@@ -13,8 +13,8 @@ from smallvit.verdicts.folds import pooled
 from smallvit.verdicts.score import ACCURACIES, ACCURACY, Score, score_named
 from smallvit.verdicts.single_folds import FoldVariance
 from smallvit.verdicts.statistics import FOLDS_FACTOR, MIN_PAIRS, TIE, spread
+from smallvit.words import join_names
 
-from .format import join_names
 from .settings import option_name, options_at_edge
 
 PIXELS = "smallvit.references.Pixels"  # the model of the references that classify raw pixels

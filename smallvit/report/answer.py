@@ -6,8 +6,9 @@ from smallvit.record import Record, format_labels
 from smallvit.verdicts.comparison import Comparison, Row, condition_of
 from smallvit.verdicts.contrasts import tuned_pairs
 from smallvit.verdicts.statistics import MIN_PAIRS
+from smallvit.words import join_names
 
-from .format import NAMED, at_labels, baselines, join_names
+from .format import NAMED, at_labels, baselines
 from .units import same_score, score_in, score_of
 
 CNN = "small CNN"  # the reference that is trained like the baseline

@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 
 from smallvit.verdicts.comparison import Comparison, Row
+from smallvit.words import join_names
 
-from .format import join_names, p_value
+from .format import p_value
 from .units import score_in, score_of
 
 COLUMNS = (

@@ -8,6 +8,7 @@ from smallvit.verdicts import contrasts
 from smallvit.verdicts.comparison import Comparison, Difference, Row
 from smallvit.verdicts.score import Score
 from smallvit.verdicts.statistics import collapse_rate
+from smallvit.words import join_names
 
 from .units import score_of
 
@@ -55,14 +56,6 @@ def mean_sd(row: Row, unit: str = "") -> str:
     if row.sd is None:
         return f"{score.number(row.mean)}{unit} (n = 1)"
     return f"{score.number(row.mean)} ± {score.number(row.sd)}{unit} (SD, n = {len(row.values)})"
-
-
-def join_names(names: Sequence[str], limit: int = 3, word: str = "more") -> str:
-    """Join names to one text: `A, B and C`. Only the first `limit` names are shown, and the text says how many more there are:
-    `A, B, C and 2 more`. `word` is used in place of "more".
-    """
-    shown = list(names) if len(names) <= limit else [*names[:limit], f"{len(names) - limit} {word}"]
-    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
 def at_labels(labels: Sequence[int | None]) -> str:

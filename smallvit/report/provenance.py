@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from smallvit.components import describe_value
 from smallvit.record import Record
+from smallvit.words import join_names
 
 from .alarms import (
     at_the_edge,
@@ -19,7 +20,7 @@ from .alarms import (
     unequal_trials,
     unused_seeds,
 )
-from .format import at_labels, join_names
+from .format import at_labels
 from .settings import initial_weights
 
 MACHINE = ("device", "precision", "threads", "processes", "kernel", "compiled")  # fields of a record

@@ -11,10 +11,11 @@ from smallvit.verdicts import contrasts
 from smallvit.verdicts.compare import format_seeds
 from smallvit.verdicts.comparison import Comparison, condition_of
 from smallvit.verdicts.statistics import EQUIVALENCE, LEVEL, MIN_PAIRS
+from smallvit.words import join_names
 
 from .alarms import length_not_checked
 from .answer import runs_done
-from .format import COST, at_labels, collapse, join_names, trends, until_decided, what_helps
+from .format import COST, at_labels, collapse, trends, until_decided, what_helps
 from .units import score_in
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from smallvit.record import Record
 from smallvit.report.alarms import guesses, level_of, nothing_learned
 from smallvit.report.answer import cost_ratio
-from smallvit.report.format import join_names
 from smallvit.report.units import score_of
 from smallvit.verdicts.comparison import Comparison, Row
+from smallvit.words import join_names
 
 from .options import Option
 from .recipes import ADVICE, CNN, FINE_TUNED, FROZEN, PLAIN

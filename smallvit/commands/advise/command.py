@@ -9,7 +9,7 @@ from smallvit.baselines import fitting_patch
 from smallvit.launch.gpus import cuda_for_auto, gpu_workers
 from smallvit.launch.launcher import check_device
 from smallvit.launch.local import cores
-from smallvit.report.format import join_names
+from smallvit.words import join_names
 
 from ..inspection import Inspection, inspect_images
 from ..new import findings

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smallvit.verdicts.statistics import wilson
+from smallvit.words import how_many
 
 SHOWN = 20  # largest number of images in the result
 MIN_IMAGES = 100  # with fewer predicted images, the number of wrong labels is not estimated
@@ -249,7 +250,7 @@ def _wrong_labels(mean: Any, given: Any) -> WrongLabels:
     images, agreement = len(given), float((mean.argmax(1) == given).mean())
     reason = ""
     if images < MIN_IMAGES:
-        reason = f"{images} images are too few; at least {MIN_IMAGES} are needed"
+        reason = f"{how_many(images, 'image is', 'images are')} too few; at least {MIN_IMAGES} are needed"
     elif agreement < MIN_AGREEMENT:
         reason = f"the models say another class than the given one for {1 - agreement:.0%} of the images"
     if reason:

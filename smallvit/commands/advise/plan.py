@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from smallvit.storage import parse_json, write_text
 from smallvit.verdicts.statistics import MIN_PAIRS
+from smallvit.words import how_many
 
 from .options import Group
 
@@ -122,8 +123,8 @@ def divide(images: "Inspection") -> tuple[float | None, int | None]:
     folds = min(MOST_FOLDS, round(smallest * share))
     if folds < 2 or smallest < 8:
         raise ValueError(
-            f"class {name!r} has {smallest} images; smallvit advise chooses on one part of them, tests on another one, and "
-            "needs at least 8 of each class; add images, or move the class out of the folder"
+            f"class {name!r} has {how_many(smallest, 'image')}; smallvit advise chooses on one part of them, tests on another "
+            "one, and needs at least 8 of each class; add images, or move the class out of the folder"
         )
     return share, folds
 
