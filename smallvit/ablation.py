@@ -235,7 +235,7 @@ def training_lengths(steps: Iterable[int] | None, baseline: Run) -> list[int | N
     if steps is None:
         return [None]
     lengths = as_list(steps, "steps")
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths) or lengths != sorted(lengths):
+    if not all(type(n) is int and n > 0 for n in lengths) or lengths != sorted(lengths):
         raise ValueError(f"steps are {lengths}; expected positive whole numbers that increase, such as [500, 2_000, 8_000]")
     if not baseline.steps:
         raise ValueError(f"steps are {lengths}, but the baseline has steps=0; give the first arm a number of steps to scale")

@@ -322,14 +322,13 @@ def attend_and_project(
 
     The dropout rate, the choice of the kernel and the positions are attributes of `module`.
     """
-    if mask is not None:
-        check_mask(mask, q.shape[-2])
+    mask = None if mask is None else check_mask(mask, q.shape[-2])
     key = k
     q, k, bias = apply_position(module, q, k, places)
     x, attention_map = attend(q, k, v, size, mask, module.dropout if module.training else 0.0, module.fused, scale, bias)
 
     def saliency(queries=None) -> Tensor:  # no `int | None`: torch 2.6 cannot export it
-        rows_mask = mask if mask is None or check_mask(mask).shape[-2] == 1 else check_mask(mask)[..., :queries, :]
+        rows_mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., :queries, :]
         queried = q[:, :, :queries] * scale
         rows_bias = None if bias is None else bias[..., :queries, :]
         rows = weights(queried, k, size, rows_mask, rows_bias) if attention_map is None else attention_map[:, :, :queries]
@@ -451,7 +450,7 @@ def attend_with_size_gradient(
     """
     logits = q @ k.transpose(-2, -1)
     logits = logits if bias is None else logits + bias
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = at_least_float32(logits)
     visible = (size > 0)[:, None, None, :]
     if mask is not None:
         visible = visible & check_mask(mask)
@@ -464,3 +463,10 @@ def attend_with_size_gradient(
     to_itself = exponential.diagonal(dim1=-2, dim2=-1)[..., None] * own_factor
     total = exponential @ factor.expand(-1, exponential.shape[1], -1, -1) + to_itself
     return ((F.dropout(exponential, dropout) @ (factor * v) + to_itself * v) / total).to(v.dtype)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return a tensor of half precision as float32, in which small differences are not rounded away. Tensors of float32 and
+    float64 are returned unchanged.
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))

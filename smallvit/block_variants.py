@@ -30,7 +30,7 @@ class GridBlock(Block):
 
     def __init__(self, *shapes: Any, layers: int | None, **options: Any):
         super().__init__(*shapes, **options)
-        if layers is not None and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 0):
+        if layers is not None and (type(layers) is not int or layers < 0):
             raise ValueError(f"layers is {layers!r}; expected None or a number of blocks, from 0")
         self.layers, self.prefix = layers, 1
 

@@ -7,7 +7,7 @@ tokens enter the attention of a block and m tokens its MLP, prefix tokens includ
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
 from typing import Any, TypeGuard, TypeVar
@@ -197,13 +197,10 @@ def seen_tokens(model: ViT, images: Tensor) -> Tensor:
         x, size = output[:2]
         counts.append(torch.full((len(x),), x.shape[1]) if size is None else (size > 0).sum(1).cpu())
 
-    hooks = [block.register_forward_hook(count) for block in dict.fromkeys(model.blocks)]
-    try:
-        with evaluating(model):
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for block in dict.fromkeys(model.blocks):
+            hooks.enter_context(block.register_forward_hook(count))
+        model(images)
     pairs, n = [], torch.full((len(images),), input_tokens(model, images.shape[-2:]))
     for block, m in zip(model.blocks, counts):
         pairs.append(torch.stack([m if runs_before_attention(block.reduction) else n, m], dim=1))

@@ -57,7 +57,7 @@ class Tune:
             raise ValueError(f"own is {self.own!r}; expected a dict such as {{'+SPT': {{'depth': [2, 4]}}}}")
         for name, low in (("trials", 2), ("seeds", 1), ("val", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            if type(value) is not int or value < low:
                 raise ValueError(f"{name} of Tune is {value!r}; expected a whole number, at least {low}")
         if not isinstance(self.steps, int | float) or isinstance(self.steps, bool) or not 0 < self.steps <= 1:
             raise ValueError(f"steps of Tune is {self.steps!r}; expected a fraction of the training steps, above 0, at most 1")

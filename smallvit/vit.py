@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from smallvit.positions import Learned
 from smallvit.reduction import LayerContext
 from smallvit.reduction.context import gather_tokens, reduce_tokens, runs_before_attention
 from smallvit.rng import stream
-from smallvit.tokenizers import PatchEmbed, check_pair
+from smallvit.tokenizers import PatchEmbed, check_pair, is_whole_number
 
 
 class Block(nn.Module):
@@ -374,7 +374,7 @@ def check_integers(**numbers: tuple[int, int]):
     of at least 0.
     """
     for name, (number, minimum) in numbers.items():
-        if not isinstance(number, Integral) or isinstance(number, bool) or number < minimum:
+        if not is_whole_number(number, minimum):
             raise ValueError(f"{name} is {number!r}; expected an integer of at least {minimum}")
 
 

@@ -40,15 +40,17 @@ class Transform:
     the batch (`change`). Several batches can therefore be changed at once, which is faster, while each has random numbers of
     its own: draw for each of them, `concatenate` the numbers and the batches, and change the result.
 
-    off         True if the options turn the transform off. Then `draw` and `change` must not be called.
+    off         True if the options turn the transform off; by default, if `probability` is 0. Then `draw` and `change` must not
+                be called.
     in_place    True if `change` overwrites the images of the batch
     """
 
+    probability: float
     in_place = False
 
     @property
     def off(self) -> bool:
-        raise NotImplementedError
+        return not self.probability
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         """Return random numbers for images of a `shape` (batch, channels, height, width). `generator` is the random number
@@ -79,12 +81,6 @@ class Transform:
 
 class ChosenTransform(Transform):
     """Base class of the transforms that change randomly chosen images. Each image is chosen with the option `probability`."""
-
-    probability: float
-
-    @property
-    def off(self) -> bool:
-        return not self.probability
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         return {"chosen": torch.rand(shape[0], generator=generator, **ON_CPU) < self.probability}
@@ -197,7 +193,7 @@ def check_interval(transform: object, name: str, low: float, high: float) -> Non
 
 def is_whole_number(value: Any, minimum: int = 1) -> bool:
     """Return True if `value` is an integer of at least `minimum`, else False. True and False do not count as integers."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    return type(value) is int and value >= minimum
 
 
 def height_width(size: Any) -> tuple[int, int] | None:

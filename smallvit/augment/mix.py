@@ -31,10 +31,6 @@ class Mixup(Transform):
     def __post_init__(self):
         check_range(self, alpha=(0.001, 1000), probability=(0, 1))
 
-    @property
-    def off(self) -> bool:
-        return not self.probability
-
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         return _draw_partners(self, shape[0], generator)
 
@@ -67,10 +63,6 @@ class CutMix(Transform):
 
     def __post_init__(self):
         check_range(self, alpha=(0.001, 1000), probability=(0, 1))
-
-    @property
-    def off(self) -> bool:
-        return not self.probability
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         random = _draw_partners(self, shape[0], generator)

@@ -60,10 +60,6 @@ class RandomErasing(Transform):
         check_range(self, probability=(0, 1), aspect=(1, 100))
         check_interval(self, "area", 1e-6, 1)
 
-    @property
-    def off(self) -> bool:
-        return not self.probability
-
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         chance, size, relative_aspect = torch.rand(3, shape[0], generator=generator, **ON_CPU)
         area = self.area[0] + (self.area[1] - self.area[0]) * size

@@ -59,9 +59,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 EXCLUDED = {  # pairs of options that cannot be used together: why, and what to do
-    ("--publish", "--mistakes"): "it only writes the files to be committed; give --mistakes in a second command",
-    ("--publish", "--log"): "it only writes the files to be committed; give --log in a second command",
-    ("--publish", "--disagreements"): "it only writes the files to be committed; give --disagreements in a second command",
+    ("--publish", other): f"it only writes the files to be committed; give {other} in a second command"
+    for other in ("--mistakes", "--log", "--disagreements")
 }
 
 

@@ -146,7 +146,7 @@ def first_folds(
     spec            description of the data set
     test            the share of all images that these images are, if they are a held-out part; otherwise None
     """
-    if isinstance(folds, bool) or not isinstance(folds, int) or folds < 2:
+    if type(folds) is not int or folds < 2:
         raise ValueError(f"folds={folds!r}; expected a number of folds of at least 2, such as folds=5")
     _check_class_sizes(labels, groups, folds, f"folds={folds}", spec, test)
     return draw_folds(labels, groups, folds, 0, len(spec.classes))

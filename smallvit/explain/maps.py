@@ -192,6 +192,7 @@ def collect_maps(
 
     Raises   ValueError if a block gives no valid map, or calls its attention not exactly once.
     """
+    from smallvit.attention import at_least_float32
     from smallvit.evaluate import frozen
 
     maps = []
@@ -253,16 +254,6 @@ def check_map(attention: nn.Module, weights: Tensor | None, output: Any) -> Tens
     return weights
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return a tensor of half precision as float32. Tensors of float32 or float64 are returned unchanged.
-
-    Rounding errors then do not grow from block to block.
-    """
-    import torch
-
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def token_contents(model: nn.Module, images: Tensor, parts: AttentionParts) -> list[Tensor]:
     """Return how much of each patch is in each token, before the first block and after each block: a list of tensors (batch,
     tokens, patches). The value is 1 for the patch of an unmerged token, for all patches of a merged token, and else 0. `parts`
@@ -273,6 +264,7 @@ def token_contents(model: nn.Module, images: Tensor, parts: AttentionParts) -> l
     import torch
     import torch.nn.functional as F
 
+    from smallvit.attention import at_least_float32
     from smallvit.evaluate import frozen
     from smallvit.flops import reduces
     from smallvit.vit import ViT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,16 +112,12 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
         counted.update(new)
         return sum(new.values())
 
-    hooks = []
-    for name, layer in find_layers(model):
-        hooks.append(layer.register_forward_pre_hook(partial(before_layer, name)))
-        hooks.append(layer.register_forward_hook(partial(after_layer, name)))
-    try:
+    with ExitStack() as hooks:
+        for name, layer in find_layers(model):
+            hooks.enter_context(layer.register_forward_pre_hook(partial(before_layer, name)))
+            hooks.enter_context(layer.register_forward_hook(partial(after_layer, name)))
         with frozen(model), counter:
             body(noise)
-    finally:
-        for hook in hooks:
-            hook.remove()
     params, macs = count_unseen_parameters(parameters), counter.get_total_flops() // 2 - sum(row.macs for row in rows)
     return Steps(rows + ([Step("elsewhere", "", (), params, macs)] if params or macs else []))
 

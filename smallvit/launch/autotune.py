@@ -187,7 +187,7 @@ def race(
                 losses = losses or values
             seconds = time.perf_counter() - started
         except Exception as error:  # if the run itself is at fault, its record will say so
-            excluded[variant] = first_line(error)
+            excluded[variant] = type_and_line(error)
             continue
         single[variant] = seconds
         expected = expected or losses
@@ -281,7 +281,7 @@ def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: 
                 train_step = members[0].train_step if size == 1 else Stack(members).train_step
                 seconds[index] = step_seconds([(train_step, members[0])])[0] / size
             except Exception as error:
-                failed[index] = first_line(error)
+                failed[index] = type_and_line(error)
         if len(failed) == len(kinds):
             texts.append(f"stack of {size}: {failed[max(failed)]}")
             break
@@ -338,7 +338,7 @@ def kinds_of(runs: Sequence[ArmRun], most: int | None = MOST_KINDS) -> Kinds:
     return sorted(found.values(), key=lambda kind: -kind[1])[:most]
 
 
-def first_line(error: Exception) -> str:
+def type_and_line(error: Exception) -> str:
     """Return the type of an error and the first line of its message, as one line of text."""
     return ", ".join([type(error).__name__, *str(error).splitlines()[:1]])
 

@@ -216,8 +216,8 @@ def slowdown(others: float, jobs: int) -> float:
     a single process. It is more than 1 if the processor has too few cores for the workers and the `others`, the number of
     processes of other programs.
     """
-    cores = os.cpu_count() or 1
-    return max(1.0, (others + jobs) / cores) / max(1.0, (others + 1) / cores)
+    available = os.cpu_count() or 1
+    return max(1.0, (others + jobs) / available) / max(1.0, (others + 1) / available)
 
 
 def seconds_of_large_model(training: "Training") -> tuple[float, float] | None:

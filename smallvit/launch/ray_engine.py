@@ -23,6 +23,7 @@ from smallvit.data.images import Rows
 from smallvit.pretrained import Weights
 from smallvit.record import Record
 from smallvit.run import DEPENDENCIES, rebuild
+from smallvit.train.failures import first_line
 
 from .engine import ONE_THREAD, Engine, Settings
 from .ray_server import FolderServer
@@ -232,11 +233,6 @@ def on_machine(ray: Any, machine: str) -> Any:
     identifier of the machine.
     """
     return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(machine, soft=False)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of the message of an error, or the name of its class if there is no message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def resources(device: str, per_gpu: float, room: dict[str, float]) -> dict[str, float]:

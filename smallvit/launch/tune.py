@@ -239,7 +239,7 @@ def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path
     if missing := len(runs) - len(found):
         trials_are = how_many(missing, "trial is", "trials are")
         raise ValueError(f"{trials_are} being trained by another process; start the command again when it has ended")
-    failed = [record for record in records if not record.finished and not has_infinite_loss(record)]
+    failed = [record for record in records if not record.finished and may_succeed(record)]
     if failed:
         raise ValueError(
             f"{how_many(len(failed), 'trial')} failed; the first is of {failed[0].arm!r}: {failed[0].error}; correct the "
@@ -254,16 +254,11 @@ def train(alive: Sequence[tuple[Candidates, list[int]]], seeds: range, out: Path
             raise ValueError(f"all trials of {arm.place} had an infinite loss; lower the learning rates")
 
 
-def has_infinite_loss(record: Record) -> bool:
-    """Return whether a run has failed because its loss was infinite or not a number. `record` holds its results."""
-    return str(record.error).startswith("FloatingPointError")
-
-
 def may_succeed(record: Record) -> bool:
     """Return whether a failed run is worth another attempt. With an infinite loss it is not: it would fail in the same way.
     `record` holds its results.
     """
-    return not has_infinite_loss(record)
+    return not str(record.error).startswith("FloatingPointError")
 
 
 def result(arm: Candidates) -> TunedArm:

@@ -1,19 +1,17 @@
 """data2vec 2: prediction of a teacher's features of hidden patches."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smallvit.attention import at_least_float32
 from smallvit.augment import Batch
 from smallvit.reduction.context import gather_tokens
 from smallvit.vit import ViT, check_integers, initialize
 
 from .collapse import Observation
 from .mae import MAE, Decoder
-from .objective import as_float32, check_option_range
+from .objective import check_option_range, outputs_of
 from .teacher import TeacherObjective
 
 LAST_MOMENTUM = 0.9999  # of the teacher, at the end of a run
@@ -78,7 +76,7 @@ class Data2Vec(TeacherObjective):
         visible, hidden = self.parts[0].hide(images)  # the first random draw of a step
         targets = self.targets(batch.images).repeat(self.masks, 1, 1)
         tokens = self.parts[0].encode(images, visible)
-        predicted = as_float32(self.decoder(tokens, visible, hidden, self.parts[0].grid(images)))
+        predicted = at_least_float32(self.decoder(tokens, visible, hidden, self.parts[0].grid(images)))
         squares = (predicted - gather_tokens(targets, hidden)).square()
         return {"loss": squares.sum(-1).mean() / squares.shape[-1] ** 0.5}
 
@@ -89,12 +87,12 @@ class Data2Vec(TeacherObjective):
 
         The features of the teacher are stored in the attribute `observed`, which is checked for collapse.
         """
-        with mlp_outputs(self.model, self.layers) as outputs:
+        with outputs_of(block.mlp for block in list(self.model.blocks)[-self.layers :]) as outputs:
             self.observed = Observation(self.model.features(images))
         width, prefix = outputs[0].shape[-1:], len(self.model.prefix)
         if len(images) < 2:
             raise ValueError("Data2Vec subtracts the mean over the batch and got one image; expected a batch of at least two")
-        mean = torch.stack([F.layer_norm(as_float32(output[:, prefix:]), width) for output in outputs]).mean(0)
+        mean = torch.stack([F.layer_norm(at_least_float32(output[:, prefix:]), width) for output in outputs]).mean(0)
         return F.layer_norm(mean - mean.mean(0), width)
 
     def student_weight(self, progress: float) -> float:
@@ -102,18 +100,3 @@ class Data2Vec(TeacherObjective):
         to 1.
         """
         return (1 - self.momentum) * (1 - progress) + (1 - LAST_MOMENTUM) * progress
-
-
-@contextmanager
-def mlp_outputs(model: ViT, layers: int) -> Iterator[list[Tensor]]:
-    """Context manager that yields a list. When the model is called inside it, the outputs of the MLPs in its last `layers`
-    blocks are appended. PyTorch computes blocks that have hooks, so the native kernel does not hide these outputs.
-    """
-    outputs: list[Tensor] = []
-    blocks = list(model.blocks)[-layers:]
-    hooks = [block.mlp.register_forward_hook(lambda _, inputs, output: outputs.append(output)) for block in blocks]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()

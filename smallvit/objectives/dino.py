@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from smallvit.attention import at_least_float32
 from smallvit.augment import Batch, MultiCrop
 from smallvit.components import options
 from smallvit.flops import reduces
@@ -16,7 +17,7 @@ from smallvit.vit import ViT, check_integers
 from .collapse import Observation
 from .dino_parts import NeighborBank, PatchTerm, image_hashes, projection_head, student_and_teacher
 from .mae import grid_and_patch
-from .objective import as_float32, check_option_range, check_views
+from .objective import check_option_range, check_views
 from .teacher import TeacherObjective
 
 
@@ -168,10 +169,10 @@ class DINO(TeacherObjective):
             hidden = self.patch_term.draw_hidden(batch.views[0], self.student.tokenizer.grid(batch.views[0].shape[-2:]))
         with torch.no_grad():
             teacher_feature, teacher_patches = self.features_and_patches(self.model, batch.views[0])
-            teacher_logits = as_float32(self.teacher_head(teacher_feature))
+            teacher_logits = at_least_float32(self.teacher_head(teacher_feature))
         feature, patches = self.features_and_patches(self.student, batch.views[0], hidden)
         features = [feature, *(self.student.features(views) for views in batch.views[1:])]
-        student_logits = as_float32(self.head(torch.cat(features)))
+        student_logits = at_least_float32(self.head(torch.cat(features)))
         temperature = self.temperature(progress)
         with torch.no_grad():
             center = self.loss.center.clone()
@@ -183,7 +184,7 @@ class DINO(TeacherObjective):
         with torch.autocast(batch.images.device.type, enabled=False):  # half precision would find other neighbors for KoLeo
             loss = self.loss(list(logits.split(b)), list(student_logits.split(b)), teacher_temp=temperature)
             if self.koleo:
-                loss = loss + self.koleo * sum(self.koleo_loss(as_float32(x)) for x in features[0].split(b)) / 2
+                loss = loss + self.koleo * sum(self.koleo_loss(at_least_float32(x)) for x in features[0].split(b)) / 2
         if logits is not teacher_logits:  # the center follows the teacher's own outputs
             self.loss.center.copy_(center)
             self.loss.update_center(torch.stack(teacher_logits.split(b)))
@@ -208,11 +209,11 @@ class DINO(TeacherObjective):
         `settle`, the logits are returned unchanged. The images are then put into the bank.
         """
         feature, projected = features_before_and_after_projection(self.model, images)
-        projection = nn.functional.normalize(as_float32(self.teacher_head.layers(projected)), dim=-1)
-        feature, ids, mixed = nn.functional.normalize(as_float32(feature), dim=-1), image_hashes(images), logits
+        projection = nn.functional.normalize(at_least_float32(self.teacher_head.layers(projected)), dim=-1)
+        feature, ids, mixed = nn.functional.normalize(at_least_float32(feature), dim=-1), image_hashes(images), logits
         if progress >= self.settle and (found := bank.nearest(feature, ids)) is not None:
             projections, valid = found
-            theirs = as_float32(self.teacher_head.last_layer(projections))
+            theirs = at_least_float32(self.teacher_head.last_layer(projections))
             mixed = bank.mix(logits, theirs, valid, center, temperature)
         bank.add(feature, projection, ids)
         return mixed

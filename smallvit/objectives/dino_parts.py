@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smallvit.attention import at_least_float32
+
 from .mae import pixels_of_patches
-from .objective import as_float32
 
 MASKED_VIEWS = 0.5  # of the global views of the student, for the patch term
 
@@ -176,11 +177,8 @@ class PatchTerm(nn.Module):
             """Return the tokens of the tokenizer, with the learned token in the place of hidden ones."""
             return torch.where(hidden[..., None], self.hidden_token.to(tokens.dtype), tokens)
 
-        hook = model.tokenizer.register_forward_hook(replace)
-        try:
+        with model.tokenizer.register_forward_hook(replace):
             yield
-        finally:
-            hook.remove()
 
     def loss(
         self, theirs: Tensor, patches: Tensor, hidden: Any, teacher_temp: float, student_temp: float, momentum: float
@@ -192,9 +190,9 @@ class PatchTerm(nn.Module):
         Then the center of the teacher's patches is updated, a moving mean with this `momentum`.
         """
         with torch.no_grad():
-            targets = as_float32(self.teacher_head(theirs.flatten(0, 1)))
+            targets = at_least_float32(self.teacher_head(theirs.flatten(0, 1)))
             probabilities = ((targets - self.center) / teacher_temp).softmax(-1)
-        logits = as_float32(self.head(patches.flatten(0, 1)))
+        logits = at_least_float32(self.head(patches.flatten(0, 1)))
         each = -(probabilities * (logits / student_temp).log_softmax(-1)).sum(-1).view_as(hidden)
         with torch.no_grad():
             self.center.lerp_(targets.mean(0).to(self.center), 1 - momentum)

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smallvit.attention import at_least_float32
 from smallvit.augment import Batch
 from smallvit.components import options
 
-from .objective import Objective, as_float32
+from .objective import Objective
 from .supervised import cross_entropy
 
 TEMPERATURE = 3.0  # of DeiT's soft distillation
@@ -109,7 +110,7 @@ class Distill(Objective):
         loss = cross_entropy(logits, batch.targets)
         if self.weight:
             (targets,) = batch.teacher_logits or (self.teacher_logits(batch),)
-            loss = (1 - self.weight) * loss + self.weight * self.distillation_loss(as_float32(distilled), targets)
+            loss = (1 - self.weight) * loss + self.weight * self.distillation_loss(at_least_float32(distilled), targets)
         return {"loss": loss}
 
     def prepare(self, batch: Batch) -> Batch:
@@ -130,7 +131,7 @@ class Distill(Objective):
         weight = next(self.teacher.parameters(), batch.images)
         if (weight.device, weight.dtype) != (batch.images.device, batch.images.dtype):
             self.teacher.to(batch.images)
-        logits = as_float32(self.teacher(batch.images))
+        logits = at_least_float32(self.teacher(batch.images))
         if logits.shape != batch.targets.shape:
             raise ValueError(
                 f"the teacher gives logits of shape {tuple(logits.shape)}; expected {tuple(batch.targets.shape)} as the targets"

@@ -101,8 +101,5 @@ def last_tokens(model: ViT) -> Iterator[list[Tensor]]:
     """
     found: list[Tensor] = []
     module = model.pool if model.norm_after_pool else model.norm  # the first module after the blocks
-    hook = module.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
-    try:
+    with module.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0])):
         yield found
-    finally:
-        hook.remove()

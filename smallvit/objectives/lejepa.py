@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from smallvit.attention import at_least_float32
 from smallvit.augment import Batch
 from smallvit.vit import check_integers
 
 from .collapse import Observation
 from .dino import feature_width
-from .objective import Objective, as_float32, check_option_range, check_views
+from .objective import Objective, check_option_range, check_views
 
 KNOTS, T_MAX = 17, 3.0  # frequencies at which the characteristic function is compared, and the largest one
 
@@ -69,7 +70,7 @@ class LeJEPA(Objective):
         check_views("LeJEPA", batch)
         directions = self.draw_directions() if self.weight else None  # the first random draw of a step
         b, features = len(batch.images), [self.model.features(views) for views in batch.views]
-        outputs = as_float32(self.projector(torch.cat(features))).unflatten(0, (-1, b))
+        outputs = at_least_float32(self.projector(torch.cat(features))).unflatten(0, (-1, b))
         self.observed = Observation(outputs[:2].detach().flatten(0, 1))
         center = outputs[:2].mean(0)  # of the global views
         terms = {"invariance": (outputs - center).square().mean()}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from smallvit.attention import Attention
+from smallvit.attention import Attention, at_least_float32
 from smallvit.augment import Batch, RandomErasing
 from smallvit.evaluate import frozen
 from smallvit.flops import reduces
@@ -182,7 +182,7 @@ class MAE(Objective):
         shape (batch, hidden, pixels), and `hidden` (batch, hidden) holds the indices of these patches in `images`.
         """
         targets = gather_tokens(patchify(images, self.grid(images)), hidden)
-        targets = targets.to(torch.promote_types(targets.dtype, torch.float32))  # half precision has no exact mean of squares
+        targets = at_least_float32(targets)  # half precision has no exact mean of squares
         if self.normalize:
             mean, std = mean_and_std(targets)
             targets = (targets - mean) / std

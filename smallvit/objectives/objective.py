@@ -1,10 +1,10 @@
 """The base class of all objectives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from smallvit.augment import Augmentation, Batch, MultiCrop
@@ -219,8 +219,17 @@ def check_option_range(**options: tuple[float, float, float]):
             raise ValueError(f"{name} is {value!r}; expected a number from {low} to {high}")
 
 
-def as_float32(x: Tensor) -> Tensor:
-    """Return a tensor of half precision as float32, because losses depend on small differences of logits. Tensors of float32 or
-    float64 are returned unchanged.
+@contextmanager
+def outputs_of(modules: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+    """Context manager that yields a list. Each time one of the `modules` is called inside it, its output is appended. PyTorch
+    computes blocks that have hooks, so the native kernel does not hide these outputs.
     """
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    outputs: list[Tensor] = []
+
+    def append(module: nn.Module, inputs: tuple, output: Tensor):
+        outputs.append(output)
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(append))
+        yield outputs

@@ -1,18 +1,17 @@
 """Objectives that train token reduction in a trained model: `LearnToPrune` and `LearnThresholds`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smallvit.attention import at_least_float32
 from smallvit.augment import Batch
 from smallvit.flops import block_macs, has_closed_form, unreduced
 from smallvit.reduction import LearnedPrune, LearnedThresholds
 
-from .objective import LearningRate, Objective, as_float32, check_option_range
+from .objective import LearningRate, Objective, check_option_range, outputs_of
 from .supervised import cross_entropy
 
 
@@ -61,8 +60,8 @@ class LearnToPrune(Objective):
         check_training(self)
         with torch.no_grad():
             teacher_tokens = self.teacher.tokens(batch.images)[0]
-            teacher_logs = as_float32(self.teacher.head(self.teacher.pooled(teacher_tokens, None))).log_softmax(-1)
-        with recorded_decisions(self.pruning) as decisions:
+            teacher_logs = at_least_float32(self.teacher.head(self.teacher.pooled(teacher_tokens, None))).log_softmax(-1)
+        with outputs_of(module.kept for module in self.pruning) as decisions:
             tokens, size = self.model.tokens(batch.images)
         logits = self.model.head(self.model.pooled(tokens, size))
         shares = torch.stack([kept.mean(1) for kept in decisions], dim=1)
@@ -71,7 +70,7 @@ class LearnToPrune(Objective):
         present = (size[:, p:] > 0).to(tokens.dtype)[..., None]
         squares = (tokens[:, p:] - teacher_tokens[:, p:]).square() * present
         error = squares.sum() / (present.sum() * tokens.shape[-1]).clamp_min(1)
-        divergence = F.kl_div(as_float32(logits).log_softmax(-1), teacher_logs, reduction="batchmean", log_target=True)
+        divergence = F.kl_div(at_least_float32(logits).log_softmax(-1), teacher_logs, reduction="batchmean", log_target=True)
         loss = cross_entropy(logits, batch.targets) + self.ratio * (shares - targets).square().mean()
         return {"loss": loss + self.distil * divergence + self.distil_tokens * error, "kept": shares.mean(0).detach()}
 
@@ -144,7 +143,7 @@ class LearnThresholds(Objective):
         their multiply-adds without merging and pruning. `progress` is not used.
         """
         check_training(self)
-        with recorded_decisions(self.thresholds) as decisions:
+        with outputs_of(module.kept for module in self.thresholds) as decisions:
             logits = self.model(batch.images)
         spent = self.compute_share(decisions)
         loss = cross_entropy(logits, batch.targets) + self.weight * (spent - self.budget).square()
@@ -196,17 +195,3 @@ def check_training(objective: nn.Module):
     if not objective.training:
         name = type(objective).__name__
         raise ValueError(f"{name} is in evaluation mode, in which it has no loss; call train() first, or evaluate the model")
-
-
-@contextmanager
-def recorded_decisions(modules: list[Any]) -> Iterator[list[Tensor]]:
-    """Context manager that yields a list and records in this list which tokens are kept. Each time one of the `modules` decides
-    to keep or remove tokens, a tensor of shape (batch, tokens) is appended.
-    """
-    decisions: list[Tensor] = []
-    hooks = [module.kept.register_forward_hook(lambda _, inputs, output: decisions.append(output)) for module in modules]
-    try:
-        yield decisions
-    finally:
-        for hook in hooks:
-            hook.remove()

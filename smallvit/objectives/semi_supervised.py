@@ -95,7 +95,7 @@ class SemiSupervised(Objective):
             weight=(weight, 0, 1e6), ramp=(ramp, 0, 1), threshold=(threshold, 0, 1), hard=(hard, 0, 1),
             temperature=(temperature, 1e-3, 10), momentum=(momentum, 0, 1),
         )  # fmt: skip
-        if isinstance(ratio, bool) or not isinstance(ratio, int) or not 1 <= ratio <= 1_000:
+        if type(ratio) is not int or not 1 <= ratio <= 1_000:
             raise ValueError(f"ratio is {ratio!r}; expected the number of unlabelled images for each labelled one, 1 to 1000")
         if loss not in ("cross_entropy", "squared"):
             raise ValueError(f"loss is {loss!r}; expected 'cross_entropy' or 'squared'")

@@ -2,9 +2,10 @@
 
 from torch import Tensor, nn
 
+from smallvit.attention import at_least_float32
 from smallvit.augment import Batch
 
-from .objective import Objective, as_float32
+from .objective import Objective
 
 
 class Supervised(Objective):
@@ -54,7 +55,7 @@ class Supervised(Objective):
         """
         logits = self.model(batch.images)
         if self.softmax_first:
-            logits = as_float32(logits).softmax(-1)
+            logits = at_least_float32(logits).softmax(-1)
         if self.class_weight is None:
             return {"loss": cross_entropy(logits, batch.targets)}
         if not hasattr(self, "class_weights"):
@@ -72,5 +73,5 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
     if logits.shape != targets.shape:
         got = f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}"
         raise ValueError(f"got {got}; expected a probability for each class, such as F.one_hot(labels, classes).float()")
-    each = -(targets * as_float32(logits).log_softmax(-1)).sum(-1)
+    each = -(targets * at_least_float32(logits).log_softmax(-1)).sum(-1)
     return (each if weights is None else weights * each).mean()

@@ -137,10 +137,8 @@ def pruning_layers(layers: tuple[int, ...] | None, depth: int) -> list[int]:
     return sorted(layers)
 
 
-def check_fraction(keep: float, name: str) -> float:
-    """Return `keep`, the fraction of patches to keep, as a float. Raise ValueError unless `keep` is above 0 and at most 1.
-    `name` is the name of the option in the error message.
-    """
+def check_fraction(keep: float) -> float:
+    """Return `keep`, the fraction of patches to keep, as a float. Raise ValueError unless `keep` is above 0 and at most 1."""
     if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < keep <= 1:
-        raise ValueError(f"{name} is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")
+        raise ValueError(f"keep is {keep!r}; expected a fraction of the patches, above 0 and up to 1 (all of them)")
     return float(keep)

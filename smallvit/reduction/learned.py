@@ -43,7 +43,7 @@ class LearnedPrune(nn.Module):
         check_context(context)
         blocks = pruning_layers(layers, context.depth)
         self.dim, self.prefix, self.patches = context.dim, context.prefix, context.patches
-        prunes = check_fraction(keep, "keep") < 1 and context.layer in blocks
+        prunes = check_fraction(keep) < 1 and context.layer in blocks
         earlier = blocks.index(context.layer) if prunes else 0
         self.expected, self.target = max(1, whole(context.patches * keep**earlier)), keep ** (earlier + 1) if prunes else 1.0
         self.predictor = Predictor(context.dim) if prunes else None

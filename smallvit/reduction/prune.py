@@ -50,7 +50,7 @@ class Prune(nn.Module):
         if not isinstance(shrink, tuple | list) or len(shrink) != 2 or not 0 <= shrink[0] <= shrink[1] <= 1:
             raise ValueError(f"shrink is {shrink}; expected the progress at its start and end, such as (0.0, 0.3)")
         self.prefix, self.fuse, self.shrink = context.prefix, fuse, shrink
-        self.keep = check_fraction(keep, "keep") if context.layer in pruning_layers(layers, context.depth) else 1.0
+        self.keep = check_fraction(keep) if context.layer in pruning_layers(layers, context.depth) else 1.0
         self.queries = 1 if context.class_token else None
         self.progress = 1.0  # set by the objective during training
 

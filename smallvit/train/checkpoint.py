@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from smallvit.numerics import Numerics, check_numerics
 from smallvit.run import fingerprint
@@ -44,10 +45,12 @@ def save(members: Sequence["Training"], path: Path):
     runs: one, or several that are trained together as one model. Then the file holds all of them.
     """
     states = [state_of(member) for member in members]
+    if len(states) == 1 and members[0].stacked:  # its tensors are slices, and `torch.save` would write those of all runs
+        states = tree_map_only(Tensor, torch.clone, states)
     names = ",".join(fingerprint(member.run) for member in members).encode()
 
     def write(new: Path):
-        torch.save(with_own_storage(states) if len(states) == 1 and members[0].stacked else states, new)
+        torch.save(states, new)
         digest = content_hash(new, os.path.getsize(new), names)
         with open(new, "ab") as file:
             file.write(names + digest + f"{len(names):08d}".encode() + MAGIC)
@@ -257,15 +260,3 @@ def restore(training: "Training", state: dict[str, Any]):
     parts = own_parts(training.objective, training.optimizer)
     for name, numbers in state["numbers"].items():
         vars(parts[name]).update(numbers)
-
-
-def with_own_storage(state: Any) -> Any:
-    """Return a copy of `state` (nested dicts and lists with tensors) in which each tensor has its own memory. Several runs that
-    are trained as one model share large tensors, and the tensors of each run are slices of them. Without copies, `torch.save`
-    would write these large tensors as a whole.
-    """
-    if isinstance(state, dict):
-        return {name: with_own_storage(part) for name, part in state.items()}
-    if isinstance(state, list):
-        return [with_own_storage(part) for part in state]
-    return state.clone() if isinstance(state, Tensor) else state

@@ -24,6 +24,11 @@ def is_gpu_lost(error: object) -> bool:
     return has_text(error, GPU_LOST)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error, or the name of its class if there is no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def has_text(error: object, texts: Iterable[str]) -> bool:
     """Return whether an error is a RuntimeError whose message contains one of these texts."""
     return isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in texts)

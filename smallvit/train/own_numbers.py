@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-LIBRARIES = ("smallvit.", "torch.", "builtins")
+from smallvit.vit import is_builtin
+
 Numbers = dict[str, float]  # by the name of the attribute
 
 
@@ -13,7 +14,8 @@ def own_parts(objective: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     """Return the modules of an objective, and its optimizer, whose classes are a user's own, as a dict from their names."""
     parts = {f"objective.{name}".rstrip("."): part for name, part in objective.named_modules()}
     parts |= {"optimizer": optimizer, "optimizer.base": vars(optimizer).get("base")} if optimizer is not None else {}
-    return {name: part for name, part in parts.items() if not type(part).__module__.startswith(LIBRARIES)}
+    # `base` of an optimizer may also be a number, which has no attributes
+    return {name: part for name, part in parts.items() if hasattr(part, "__dict__") and not is_builtin(part)}
 
 
 def numbers_of(part: Any) -> Numbers:

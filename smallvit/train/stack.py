@@ -19,10 +19,11 @@ from smallvit.augment.batch import changes_parts
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.optim import ema_update
 from smallvit.optimizers import SAM, SCALARS
+from smallvit.vit import is_builtin
 
 from .batches import Source, draw_batch
 from .cuda_graph import GradientStep
-from .failures import is_gpu_lost, is_out_of_memory
+from .failures import first_line, is_gpu_lost, is_out_of_memory
 from .loop import Training, is_checked
 from .own_numbers import changed_number, numbers_of, own_parts, set_numbers
 from .trace import BATCHES
@@ -125,7 +126,7 @@ class Stack:
             return optimizer.base if isinstance(optimizer, SAM) else optimizer
 
         own, make = base(self.first.optimizer), self.first.run.optimizer
-        if type(own).__module__.startswith("smallvit."):
+        if is_builtin(own):
             return
         made: list[tuple[Any, dict]] = []
 
@@ -159,7 +160,7 @@ class Stack:
         except RuntimeError as error:  # from vmap: random numbers, or a shape that depends on values
             if is_out_of_memory(error) or is_gpu_lost(error):
                 raise
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            reason = first_line(error)
             if "random" in reason:
                 reason = "the model draws random numbers inside a step, as dropout does"
             raise NotStackable(reason) from error
@@ -318,11 +319,8 @@ def refused_new_buffers(objective: nn.Module, tensors: dict[str, Tensor]) -> Ite
     def find(module, inputs, output):
         replaced.extend(name for name, buffer in module.named_buffers() if buffer is not tensors.get(name, buffer))
 
-    hook = objective.register_forward_hook(find)
-    try:
+    with objective.register_forward_hook(find):
         yield
-    finally:
-        hook.remove()
     if replaced:
         raise NotStackable(f"the model replaces its buffer {replaced[0]}; expected a change in place, as by copy_()")
 
