@@ -184,7 +184,7 @@ class LocalityAttention(nn.Module):
         if self.temperature == "per head":
             nn.init.constant_(self.scale, self.start)
         elif self.temperature == "per layer":
-            nn.init.constant_(self.log_scale, torch.tensor(self.start).log().item())
+            nn.init.constant_(self.log_scale, torch.tensor(self.start, device="cpu").log().item())
 
     def forward(
         self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None
@@ -263,7 +263,11 @@ def make_position(position: Callable | None, heads: int, head_dim: int) -> nn.Mo
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, each of shape (b, h, n, e). `qkv` is the output of their joint projection, shape (b, n,
     3 h e). `heads` is the number h of heads, and e is the width of a head.
+
+    Raises   ValueError for tokens without a batch, or in the form of an image.
     """
+    if qkv.ndim != 3:
+        raise ValueError(f"got tokens with {qkv.ndim} axes; expected 3, (batch, tokens, width): x[None] for a single image")
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 

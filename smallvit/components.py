@@ -62,6 +62,11 @@ def describe(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [describe(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
+        if not type(value).__dataclass_params__.frozen:  # pyright: ignore
+            raise ValueError(
+                f"{type(value).__name__} is a dataclass whose values can change during a run; its record would then name other"
+                " settings than those of the start; expected @dataclass(frozen=True)"
+            )
         names, accepted = [f.name for f in fields(value)], [*own_arguments(type(value))]
         if sorted(names) != sorted(accepted):
             raise ValueError(

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 LearningRate = Callable[[float, float], float]
+# the names under which torch.compile and the checkpoint wrapper of PyTorch keep the module that they call
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 def decay_groups(
@@ -29,7 +32,7 @@ def decay_groups(
     """
     if not hasattr(objective, "learning_rates"):
         raise ValueError(f"got a {type(objective).__name__}; expected an objective, such as Supervised(model)")
-    no_decay = {id(parameter_at(m, name)) for m in objective.modules() for name in names_without_decay(m)}
+    no_decay = {id(p) for m in objective.modules() for name in names_without_decay(m) for p in parameters_at(m, name)}
     distances = {} if layer_decay is None else distances_to_head(objective.trained_model)
     matrices = hidden_matrices(objective)
     groups, rates = [], []
@@ -56,12 +59,18 @@ def names_without_decay(module: Any) -> Iterable[str]:
     return found
 
 
-def parameter_at(module: nn.Module, name: str) -> Any:
-    """Return the parameter of a module with this name, which may have dots, or None if there is none."""
+def parameters_at(module: nn.Module, name: str) -> list[Any]:
+    """Return the parameters behind a name in a module: the one with this name, which may have dots, or those from which it is
+    computed with `torch.nn.utils.parametrizations`, such as weight norm. If there are none, the list is empty.
+    """
+    path, _, name = name.rpartition(".")
     try:
-        return attrgetter(name)(module)
+        owner: Any = attrgetter(path)(module) if path else module
+        if is_parametrized(owner, name):
+            return [*owner.parametrizations[name].parameters(recurse=False)]
+        return [getattr(owner, name)]
     except AttributeError:
-        return None
+        return []
 
 
 def hidden_matrices(objective: nn.Module) -> dict[int, int]:
@@ -79,7 +88,8 @@ def hidden_matrices(objective: nn.Module) -> dict[int, int]:
             path = name.split(".")
             if isinstance(part, nn.Linear) and "reduction" not in path and min(part.weight.shape) > 1:
                 count = {"qkv": 3, "kv": 2}.get(path[-1], 1)
-                found[id(part.weight)] = count if part.out_features % count == 0 else 1
+                count = count if part.out_features % count == 0 else 1
+                found |= {id(p): count for p in parameters_at(part, "weight") if p.shape == part.weight.shape}
     return found
 
 
@@ -291,10 +301,37 @@ def tensor_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]
 
 
 def module_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return a list of pairs of modules: each module of the averaged model `ema`, with that of `model` in the same place. The
-    two models have the same architecture. The list is the argument of `tensors_in`.
+    """Return a list of pairs of modules: each module of the averaged model `ema`, with that of the same name in `model`. The
+    list is the argument of `tensors_in`.
+
+    Modules that only call another one, as `torch.compile` and the checkpoint wrapper of PyTorch make them, are left out.
+
+    Raises   ValueError if the two models have other parameters or buffers, or other shapes.
     """
-    return [*zip(ema.modules(), model.modules())]
+    averaged, present = modules_by_name(ema), modules_by_name(model)
+    for name in averaged | present:
+        own, other = (tensor_shapes(modules[name]) if name in modules else {} for modules in (averaged, present))
+        if own != other:
+            raise ValueError(
+                f"the model and its moving average differ in {name or 'the outermost module'}: tensors of the shapes {other} "
+                f"and {own}; change a model, for example for LoRA, before its average is made, as by DINO(model)"
+            )
+    return [(averaged[name], present[name]) for name in averaged if name in present]
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by name, without those of `WRAPPERS`, which have no tensors of their own."""
+    found = {}
+    for name, module in model.named_modules():
+        if not WRAPPERS & module._modules.keys():
+            found[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
+    return found
+
+
+def tensor_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters and buffers of a module, without those of the modules inside it, by name."""
+    tensors = module._parameters | module._buffers
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
 
 
 def tensors_in(pairs: list[tuple[nn.Module, nn.Module]]) -> list[tuple[Tensor, Tensor]]:
@@ -305,7 +342,7 @@ def tensors_in(pairs: list[tuple[nn.Module, nn.Module]]) -> list[tuple[Tensor, T
     found: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor that two modules share is one pair
     for ema, model in pairs:
         for own, other in ((ema._parameters, model._parameters), (ema._buffers, model._buffers)):
-            found |= {id(tensor): (tensor, now) for tensor, now in zip(own.values(), other.values()) if tensor is not None}  # pyright: ignore
+            found |= {id(tensor): (tensor, other[name]) for name, tensor in own.items() if tensor is not None}  # pyright: ignore
     return [*found.values()]
 
 

@@ -181,9 +181,10 @@ class ViT(nn.Module):
         self.image, self.channels = tuple(check_pair(image)), channels
         self.tokenizer = tokenizer(image, channels, dim)
         self.pool = pool(dim)
-        for part, attribute in ((self.tokenizer, "grid"), (self.pool, "class_tokens")):
+        contracts = ((self.tokenizer, "grid", "tokenizers.py"), (self.pool, "class_tokens", "pooling.py"))
+        for part, attribute, file in contracts:
             if not hasattr(part, attribute):
-                raise ValueError(f"{type(part).__name__} has no {attribute}; see the contract at the top of its slot's file")
+                raise ValueError(f"{type(part).__name__} has no {attribute}; see the contract at the top of smallvit/{file}")
         own_head = hasattr(self.pool, "make_head")
         if norm_after_pool and own_head:
             raise ValueError(f"{type(self.pool).__name__} makes its own head; expected norm_after_pool=False")
@@ -503,8 +504,17 @@ def reset_module(module: Any):
     """Initialize the weights of one module, in place. A linear layer gets Xavier-uniform weights and zero bias. Other modules
     are initialized by their method `reset_parameters`.
     """
+    parametrized = sorted(getattr(module, "parametrizations", {}))
+    if parametrized and not (isinstance(module, nn.Linear) and parametrized == ["weight"]):
+        raise ValueError(
+            f"{parametrized[0]} of a {type(module).__mro__[1].__name__} has a parametrization, such as weight norm, so it "
+            "cannot be initialized again; add the parametrization after initialize(model)"
+        )
     if isinstance(module, nn.Linear):
-        nn.init.xavier_uniform_(module.weight)
+        weight = torch.empty_like(module.weight) if parametrized else module.weight
+        nn.init.xavier_uniform_(weight)
+        if parametrized:
+            module.weight = weight  # the parametrization finds the parameters of this weight
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, nn.MultiheadAttention):

@@ -10,6 +10,7 @@ from lightly.loss import DINOLoss, IBOTPatchLoss, KoLeoLoss
 from lightly.models.modules import DINOProjectionHead
 from lightly.models.utils import update_momentum
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import normalize
 from toys import MOVES, check_average_after_a_move, tiny_vit
 
@@ -583,3 +584,27 @@ def test_the_patch_term_works_with_other_pools_and_half_precision(pool):
 def test_what_does_not_fit_the_patch_term_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_dino(**options)
+
+
+# Models that are wrapped or changed after the objective was made
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile], ids=["checkpoint", "compile"])
+def test_the_teacher_follows_a_student_whose_parts_are_wrapped(wrap):
+    dino = make_dino(VIT, momentum=0.0)
+    student = dict(dino.student.named_parameters())
+    for block in dino.student.blocks:
+        block.mlp = wrap(block.mlp)
+    with torch.no_grad():
+        for parameter in student.values():
+            parameter.add_(torch.randn_like(parameter))
+    dino.after_step(0.0)
+    for name, parameter in dino.model.named_parameters():
+        assert torch.allclose(parameter, student[name]), name
+
+
+def test_student_with_other_parts_than_its_teacher_is_refused():
+    dino = make_dino(VIT)
+    torch.nn.utils.parametrizations.weight_norm(dino.student.blocks[0].attention.qkv)
+    with pytest.raises(ValueError, match=r"moving average differ in blocks\.0\.attention\.qkv: .*before its average is made"):
+        dino.after_step(0.0)

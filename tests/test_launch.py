@@ -4,10 +4,12 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
@@ -312,6 +314,23 @@ def interrupted(out: Path, runs: list[ArmRun]):
         launch(runs, out, recipe="t", jobs=2, show=lambda _: Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start())
     except KeyboardInterrupt:
         os._exit(130)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_workers_start_leaves_no_process_behind(tmp_path):
+    command = [sys.executable, "-m", "smallvit", "run", "quickstart", "--smoke", "--out", str(tmp_path / "runs")]
+    with open(tmp_path / "shown", "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    shown = (tmp_path / "shown").read_text
+    while "starting" not in shown() and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(120) == 130
+    with suppress(ProcessLookupError):
+        for _ in range(600):  # until the last process of the group has ended
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+    assert "stopped; run the same command again" in shown() and "Traceback" not in shown()
 
 
 @pytest.mark.slow

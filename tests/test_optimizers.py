@@ -183,6 +183,16 @@ def test_parameters_that_a_timm_model_names_with_dots_get_no_weight_decay():
     assert [id(p) for p in decayed] == [id(model.layers[1].weight)]
 
 
+def test_parameters_behind_a_parametrized_weight_are_trained_as_the_weight():
+    model = tiny_vit((8, 8), 1, 3, dim=8, attention=TalkingHeadsAttention)
+    expected = [(group["weight_decay"], part) for group in decay_groups(Supervised(model), 0.1)[0] for part in group["parts"]]
+    for block in model.blocks:
+        nn.utils.parametrizations.orthogonal(block.attention.proj)
+        nn.utils.parametrizations.spectral_norm(block.attention, "mix_maps")
+    groups, _ = decay_groups(Supervised(model), 0.1)
+    assert sorted(expected) == sorted((group["weight_decay"], part) for group in groups for part in group["parts"])
+
+
 def test_names_without_weight_decay_are_those_of_our_groups_and_of_timms_optimizers():
     model = tiny_vit((8, 8), 1, 3, dim=8, attention=TalkingHeadsAttention, position=Learned)
     ours, _ = decay_groups(Supervised(model), 0.1)
@@ -839,6 +849,15 @@ class Every(AdamW):
             group["lr"] *= 1 + 9 * (self.count % 2)
         super().step()
 
+class Grouped(AdamW):
+    """It counts its steps in its groups, and takes every third one at ten times the rate."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] *= 1 + 9 * (group["count"] % 3 == 0)
+        super().step()
+
 class Counting(nn.Module):
     """The mean of the tokens, three times as large in every third call."""
     class_tokens = calls = 0
@@ -869,7 +888,7 @@ class RunningPool(nn.Module):
 
 vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2)
 plain = Run(data=digits, model=vit, steps=8, batch=8, labels=50, val=20)
-arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Late, Complete, Centred, Turned, Every)}
+arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Late, Complete, Centred, Turned, Every, Grouped)}
 arms |= {"SAM": plain.vary(optimizer=partial(SAM, base=Centred)), "pool": plain.vary(pool=RunningPool)}
 arms |= {"counting": plain.vary(pool=Counting), "SAM, every": plain.vary(optimizer=partial(SAM, base=Every))}
 RUNS = ablate(arms, labels=[50], seeds=range(2), references=False)
@@ -915,7 +934,7 @@ def test_plain_numbers_change_once_in_a_step_of_sam(strange):
 def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(strange, tmp_path, monkeypatch):
     (tmp_path / "descent.py").write_text(OWN)
     sgd = next(entry.run for entry in load_recipe(tmp_path / "descent.py").RUNS if entry.arm == "SGD").vary(steps=8)
-    own = [strange[arm][0] for arm in ("Complete", "Every", "SAM, every", "counting")]
+    own = [strange[arm][0] for arm in ("Complete", "Every", "SAM, every", "counting", "Grouped")]
     for number, run in enumerate([sgd, *own]):
         fit(run, tmp_path / f"{number} whole")
         watched = []
@@ -935,6 +954,7 @@ def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(strang
         ("counting", "a step changes the attribute Counting.largest; expected a buffer"),
         ("Every", "a step changes the attribute Every.count of the optimizer"),
         ("SAM, every", "a step changes the attribute Every.count of the optimizer"),
+        ("Grouped", r"a step changes the attribute Grouped.param_groups.0.count of the optimizer"),
     ],
 )
 def test_parts_that_a_stack_would_compute_otherwise_are_trained_alone(arm, reason, strange, tmp_path):

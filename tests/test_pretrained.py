@@ -502,6 +502,16 @@ def test_float64_weights_survive_both_conversions_exactly():
     assert torch.equal(from_timm(theirs).head.weight, ours.head.weight)
 
 
+@pytest.mark.parametrize("registers", [0, 2])
+def test_names_of_a_timm_model_whose_mean_leaves_out_its_class_token_can_be_kept(registers):
+    theirs = TIMM(global_pool="avg", reg_tokens=registers)
+    back = to_timm(from_timm(theirs), class_token=True)
+    assert back.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
+    with pytest.raises(ValueError, match="class_token is True, and this ViT has no prefix token"):
+        to_timm(from_timm(TIMM(global_pool="avg", class_token=False)), class_token=True)
+
+
 def test_to_timm_refuses_another_model():
     with pytest.raises(ValueError, match="got a VisionTransformer; expected a ViT"):
         to_timm(TIMM())

@@ -118,6 +118,17 @@ def test_pruners_return_a_subset_of_the_tokens(make):
         assert all(len(origin) == 1 for origin in origins) and len({origin[0] for origin in origins}) == len(origins)
 
 
+@on
+def test_sizes_may_be_whole_numbers(make):
+    module, x, key, saliency = module_and_inputs(make, 12, 2, 0, layer=1)
+    module.train()
+    outputs = []
+    for dtype in (torch.float64, torch.int64):
+        torch.manual_seed(0)
+        outputs.append(call(module, x, torch.ones(x.shape[:2], dtype=dtype), key, saliency))
+    assert all(torch.allclose(one.double(), other.double()) for one, other in zip(*outputs))
+
+
 # The off setting
 
 

@@ -570,6 +570,17 @@ def test_initialize_uses_the_global_generator_only_without_a_seed():
     assert torch.equal(initialize(model).head.weight, first)
 
 
+def test_initialize_draws_weights_that_are_parametrized():
+    first, second, plain = (ViT((8, 8), 1, 3, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=2, heads=2) for _ in range(3))
+    for model in (first, second):
+        nn.utils.parametrizations.weight_norm(model.blocks[0].attention.qkv)
+    weights = [initialize(model, 5).blocks[0].attention.qkv.weight for model in (first, second, plain)]
+    assert torch.allclose(weights[0], weights[2]) and torch.equal(weights[0], weights[1])
+    nn.utils.parametrizations.weight_norm(first.norm)
+    with pytest.raises(ValueError, match="weight of a LayerNorm has a parametrization, such as weight norm, so it cannot be"):
+        initialize(first, 5)
+
+
 def test_initialize_draws_the_attention_of_torch_from_the_seed():
     weights = [initialize(nn.TransformerEncoderLayer(8, 2, 16), seed).state_dict() for seed in (3, 3, 4)]
     name = "self_attn.in_proj_weight"

@@ -75,6 +75,32 @@ class Dataset:
     whole: "Dataset | None" = None
     unlabelled: Images | None = None
 
+    def __post_init__(self):
+        name, advice = self.spec.name, "to leave out training images, use data.keep(chosen)"
+        for groups, count, part in ((self.groups, len(self.train), "training"), (self.test_groups, self.test.count, "test")):
+            if groups is not None and len(groups) != count:
+                raise ValueError(f"{name} has groups of {len(groups)} {part} images, and {count} of these images; {advice}")
+        last = -1 if self.pool_index is None or not len(self.pool_index) else int(self.pool_index.max())
+        if last >= len(self.train):
+            raise ValueError(f"{name} divides training image {last} into folds, and there are {len(self.train)}; {advice}")
+
+    def keep(self, chosen: Tensor) -> "Dataset":
+        """Return the data set with some of the training images only, with their groups. With folds, these are the images that
+        are divided. `chosen` is a boolean tensor with a value for each of the images in `train`, True for those that stay.
+
+        Raises    ValueError for another tensor.
+        """
+        if chosen.dtype != torch.bool or chosen.shape != (len(self.train),):
+            raise ValueError(
+                f"chosen is {chosen.dtype} of shape {tuple(chosen.shape)}; expected torch.bool of shape ({len(self.train)},), "
+                "a value for each training image"
+            )
+        pool = None
+        if self.pool_index is not None:
+            pool = (chosen.cumsum(0) - 1)[self.pool_index[chosen[self.pool_index]]]
+        groups = None if self.groups is None else self.groups[chosen]
+        return replace(self, train=self.train.take(chosen.nonzero()[:, 0]), groups=groups, pool_index=pool)
+
     @functools.cached_property
     def sha256(self) -> str:
         """Return the SHA-256 hash of the pixels and labels of all images (training, test and validation), as a hexadecimal
@@ -327,6 +353,15 @@ class Dataset:
                     f"labels={labels} needs {needed} training images of class {name!r}, which has {left[label]} besides the "
                     f"{held_out} validation images; the largest balanced subset here has {most} labels"
                 )
+
+
+def loaded(loader: Callable) -> Dataset:
+    """Return the data set that the function `loader` returns. Raise ValueError if it returns something else."""
+    data = loader()
+    if not isinstance(data, Dataset):
+        name = getattr(getattr(loader, "func", loader), "__name__", "the data loader")
+        raise ValueError(f"{name} returned a {type(data).__name__}; expected a Dataset, as folder(path) and arrays(path) do")
+    return data
 
 
 def current_content(data: Callable[[], Dataset]) -> tuple[str, tuple[str, ...]] | None:

@@ -175,7 +175,7 @@ def find_attention_parts(model: Any, images: Tensor) -> AttentionParts:
         if not hasattr(embed, "dynamic_feat_size") or not hasattr(model, "num_prefix_tokens"):
             raise ValueError(f"got a {type(model).__name__}; expected a ViT, or a Vision Transformer of timm (vit_*)")
         grid, prefix = embed.dynamic_feat_size(size), model.num_prefix_tokens
-        class_token = model.cls_token is not None and model.global_pool not in ("avg", "avgmax", "max")
+        class_token = model.cls_token is not None and model.global_pool not in ("avg", "avgmax", "max", "map")
     without = [type(block).__name__ for block, attention in zip(model.blocks, attentions) if attention is None]
     if not attentions or without:
         what = f"a {without[0]}, in which no attention is found" if without else "no blocks"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ class LocalEngine(Engine):
         return [(worker.group, worker.progress[0]) for worker in self.busy.values()]
 
     def close(self):
+        if any(worker.progress[0] < 0 for worker in self.workers):
+            kill_server()
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:
@@ -122,6 +124,19 @@ def process_context(device: str) -> Any:
     with ignore_sigint(), environment_variables(worker_variables()):  # some are read when a process starts
         forkserver.ensure_running()
     return get_context("forkserver")
+
+
+def kill_server():
+    """Kill the server process from which workers are forked. If it is still importing torch, it would otherwise fork a worker
+    after the command was stopped, and the traceback of this worker would appear in the terminal. The next worker starts another
+    server.
+    """
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
 
 
 def worker_variables() -> dict[str, str]:

@@ -15,7 +15,7 @@ from smallvit import record as records
 from smallvit.ablation import ArmRun, with_dependencies
 from smallvit.components import canonical, describe_value
 from smallvit.data import Dataset
-from smallvit.data.dataset import current_content
+from smallvit.data.dataset import current_content, loaded
 from smallvit.pretrained import Unavailable, Weights
 from smallvit.record import Record
 from smallvit.run import Run, describe, fingerprint
@@ -355,7 +355,7 @@ class Scheduler:
 def read_data(data: Callable) -> Dataset:
     """Return the data set that the function `data` loads. Raise ValueError, with the line of the user's code, if it fails."""
     try:
-        return data()
+        return loaded(data)
     except ValueError:
         raise
     except Exception as error:

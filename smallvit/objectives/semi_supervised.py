@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smallvit.augment import Augmentation, Batch
 from smallvit.augment.check import check_pixel_transforms
-from smallvit.optim import tensor_pairs
+from smallvit.optim import module_pairs, tensors_in
 
 from .objective import Objective, Unlabelled, check_option_range
 from .supervised import cross_entropy
@@ -119,6 +119,7 @@ class SemiSupervised(Objective):
         self.weight, self.ramp, self.threshold, self.hard = weight, ramp, threshold, hard
         self.temperature, self.align, self.momentum, self.squared = temperature, align, momentum, loss == "squared"
         self.teacher: Any = copy.deepcopy(model).requires_grad_(False).eval() if weight and momentum else None
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []  # of the teacher and the model
         if weight and (momentum or align):
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))  # of the steps that were taken
 
@@ -205,7 +206,8 @@ class SemiSupervised(Objective):
         if (self.momentum or self.align) and not self.second_pass:
             self.count += 1
         if self.teacher is not None:
-            for average, now in () if self.second_pass else tensor_pairs(self.teacher, self.model):
+            self.pairs = self.pairs or module_pairs(self.teacher, self.model)
+            for average, now in () if self.second_pass else tensors_in(self.pairs):
                 if average.is_floating_point():
                     average += (now - average) * self.newest_share(self.momentum, average.dtype)
             return self.teacher(views[0])

@@ -70,6 +70,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
 
     Raises ValueError if the shapes differ, as with integer labels.
     """
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"the model gave a {type(logits).__name__}; expected a tensor of logits, shape (batch, classes)")
     if logits.shape != targets.shape:
         got = f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}"
         raise ValueError(f"got {got}; expected a probability for each class, such as F.one_hot(labels, classes).float()")

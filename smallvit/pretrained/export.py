@@ -13,7 +13,7 @@ from smallvit.vit import Block, DropPath, LayerScale, ViT
 from .convert import NAMES, copy_frozen, load_all, replace_parts, replaced_part, trained_weights
 
 
-def to_timm(model: ViT) -> nn.Module:
+def to_timm(model: ViT, *, class_token: bool = False) -> nn.Module:
     """Return a Vision Transformer of timm that has the same weights and gives the same outputs as a `ViT` of smallvit
     (`model`).
 
@@ -23,8 +23,9 @@ def to_timm(model: ViT) -> nn.Module:
     parameters (`requires_grad=False`) stay frozen.
     Supported are the slots that timm has too: square patches, learned positions or none, plain attention, pre-norm blocks,
     class token or mean pooling, registers, LayerScale and qk-norm. Without a class token all prefix tokens become timm's
-    registers. Like a `ViT`, the new model takes images of other sizes too (timm's `dynamic_img_size=True`) and resizes the
-    positions for them.
+    registers, or with `class_token=True` the first one becomes a class token that the mean leaves out: timm's models that were
+    made with `global_pool="avg"` have one, so `to_timm(from_timm(m), class_token=True)` has the names of `m`. Like a `ViT`, the
+    new model takes images of other sizes too (timm's `dynamic_img_size=True`) and resizes the positions for them.
 
     Departs  Dropout of any kind is not copied, nor are hooks. Weights that several blocks share become a copy for each block.
     Raises   ValueError for another kind of model, and for parts or weights that timm's model does not have; the error names
@@ -39,6 +40,9 @@ def to_timm(model: ViT) -> nn.Module:
     first: Any = model.blocks[0]
     weight, prefix = first.norm1.weight, len(model.prefix)
     dim, mean = len(weight), model.pool.class_tokens == 0
+    if class_token and not prefix:
+        raise ValueError("class_token is True, and this ViT has no prefix token that could be one; leave class_token out")
+    classes = int(class_token or not mean)
     height, width = model.image
     new = VisionTransformer(
         img_size=(height, width),
@@ -47,8 +51,8 @@ def to_timm(model: ViT) -> nn.Module:
         num_classes=model.head.out_features if isinstance(model.head, nn.Linear) else 0,
         global_pool="avg" if mean else "token",
         fc_norm=model.norm_after_pool,
-        class_token=not mean,
-        reg_tokens=prefix if mean else prefix - 1,
+        class_token=bool(classes),
+        reg_tokens=prefix - classes,
         embed_dim=dim,
         depth=len(model.blocks),
         num_heads=first.attention.heads,
@@ -60,18 +64,18 @@ def to_timm(model: ViT) -> nn.Module:
         no_embed_class=not positions_cover_prefix(model),
         dynamic_img_size=True,
     )
-    load_all(new.to(weight), timm_state(model, model.state_dict()), "ViT")
-    copy_frozen(timm_state(model, trained_weights(model)), new)
+    load_all(new.to(weight), timm_state(model, model.state_dict(), classes), "ViT")
+    copy_frozen(timm_state(model, trained_weights(model), classes), new)
     return new.train(model.training)
 
 
-def timm_state(model: ViT, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def timm_state(model: ViT, own: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
     """Return the tensors `own` with the names that they have in timm. `own` is the state dict (a dict from names to weights) of
     the `ViT` `model`, or another dict with its names and shapes. A `ViT` stores class token and registers together as prefix
-    tokens; timm stores them separately, so they are split.
+    tokens; timm stores them separately, so they are split: the first `classes` of them, 0 or 1, become the class token.
     """
     own = dict(own)
-    prefix, classes = own.pop("prefix")[None], model.pool.class_tokens
+    prefix = own.pop("prefix")[None]
     state = {"cls_token": prefix[:, :classes], "reg_token": prefix[:, classes:]}
     state = {name: tokens for name, tokens in state.items() if tokens.shape[1]}
     # our last norm is timm's `fc_norm` if it follows the pooling, else timm's `norm`

@@ -85,10 +85,13 @@ def reduce_tokens(
     return reduced[..., :d].to(x.dtype), size, places._replace(at=at)
 
 
-def unit_sizes(x: Tensor) -> Tensor:
-    """Return the sizes (batch, tokens) of tokens `x` (batch, tokens, width) that represent one patch each: all are 1. The
-    number format is at least float32, because half precision (bfloat16) does not count beyond 256.
+def sizes_of(x: Tensor, size: Tensor | None) -> Tensor:
+    """Return how many patches each token represents, as floats of shape (batch, tokens). If `size` is None, each of the tokens
+    `x` (batch, tokens, width) represents one. The number format is then at least float32, because half precision (bfloat16)
+    does not count beyond 256.
     """
+    if size is not None:
+        return size if size.is_floating_point() else size.float()
     return torch.ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 

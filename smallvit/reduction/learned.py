@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, check_context, check_fraction, gather_tokens, pruning_layers, unit_sizes
+from .context import LayerContext, check_context, check_fraction, gather_tokens, pruning_layers, sizes_of
 
 
 def whole(number: float) -> int:
@@ -70,7 +70,7 @@ class LearnedPrune(nn.Module):
         if self.predictor is None:
             return x, size
         p = self.prefix
-        present = unit_sizes(x) if size is None else size
+        present = sizes_of(x, size)
         score = self.predictor(x[:, p:, : self.dim], present[:, p:]).float().log_softmax(-1)
         ranked = score[..., 0].masked_fill(present[:, p:] == 0, float("-inf"))
         if self.training:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, check_context, check_function, exact_keys, unit_sizes
+from .context import LayerContext, check_context, check_function, exact_keys, sizes_of
 
 
 class Merge(nn.Module):
@@ -92,7 +92,7 @@ class Merge(nn.Module):
         before, after = n * image, (n - r) * image  # the first token of each image
         remaining = (torch.cat([tokens[:, :p], unmerged, tokens[:, first_target::2]], dim=1) + before).flatten()
         merged, match = (sources[:, :r] + before).flatten(), (match + after).flatten()
-        size = (unit_sizes(x) if size is None else size).flatten()
+        size = sizes_of(x, size).flatten()
         x, mass = x.flatten(0, 1), size.index_select(0, merged)
         x, moved = x.index_select(0, remaining), x.index_select(0, merged)
         size = size.index_select(0, remaining).index_add(0, match, mass)

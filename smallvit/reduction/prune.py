@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import LayerContext, check_context, check_fraction, check_function, gather_tokens, pruning_layers, unit_sizes
+from .context import LayerContext, check_context, check_fraction, check_function, gather_tokens, pruning_layers, sizes_of
 
 
 class Prune(nn.Module):
@@ -87,8 +87,8 @@ class Prune(nn.Module):
         order = p + score.argsort(dim=-1, descending=True, stable=True)
         stay, dropped = order[:, :kept], order[:, kept:]
         tokens = [x[:, :p], gather_tokens(x, stay)]
-        if self.fuse == "mean" and size is None:
-            size = unit_sizes(x)
+        if self.fuse == "mean" or size is not None:
+            size = sizes_of(x, size)
         sizes = [] if size is None else [size[:, :p], gather_tokens(size, stay)]
         if self.fuse != "none":
             weight = gather_tokens(score, dropped - p).to(x.dtype)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import LayerContext, check_function, exact_keys, expand_index, gather_tokens, unit_sizes
+from .context import LayerContext, check_function, exact_keys, expand_index, gather_tokens, sizes_of
 
 
 class LearnedThresholds(nn.Module):
@@ -85,7 +85,7 @@ class LearnedThresholds(nn.Module):
             raise ValueError("LearnedThresholds needs keys and saliency; return AttentionOutput(x, key=..., saliency=...)")
         check_function("LearnedThresholds", "key", key)
         check_function("LearnedThresholds", "saliency", saliency)
-        new_size = unit_sizes(x) if size is None else size
+        new_size = sizes_of(x, size)
         is_patch = torch.arange(x.shape[1], device=x.device) >= self.prefix
         with torch.no_grad():  # the thresholds learn from their decisions, not from the importance
             importance = saliency(None).float() * self.tokens

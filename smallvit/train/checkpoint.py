@@ -24,7 +24,7 @@ from smallvit.run import fingerprint
 from smallvit.shapes import shape_problem
 from smallvit.storage import rename_damaged, write_atomic
 
-from .own_numbers import numbers_of, own_parts
+from .own_numbers import numbers_of, own_parts, restore_numbers
 
 if TYPE_CHECKING:
     from .loop import Training
@@ -259,4 +259,4 @@ def restore(training: "Training", state: dict[str, Any]):
         training.ema_model.load_state_dict(state["ema"])
     parts = own_parts(training.objective, training.optimizer)
     for name, numbers in state["numbers"].items():
-        vars(parts[name]).update(numbers)
+        restore_numbers(parts[name], numbers)

@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +39,7 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, n
         splits, numbers, values = Splits(subset.train, subset.val, images), {}, {}
         for evaluator in run.evaluators if len(images) else ():
             title = function(evaluator).__name__
-            for name, value in evaluator(model, splits):
+            for name, value in reported(evaluator, model, splits):
                 if name in numbers:
                     raise ValueError(f"{title} reports {name!r}, as another evaluator does; expected another name")
                 if not numbers and not (0 <= value < math.inf if lower else 0 <= value <= 1):
@@ -49,6 +51,8 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, n
                 known = len(numbers) == 1 or not declaration(evaluator).lower_is_better  # which direction is better
                 if declaration(evaluator).probe and known and re.fullmatch(rf"{title}(_\d+)?", name):
                     probes[name] = None
+            if not numbers:
+                raise ValueError(f"{title} judges the run and has given no number; expected at least one pair (name, number)")
         return numbers, values
 
     on_test: dict = {"test": None, "test_reads": 0}
@@ -76,6 +80,23 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, n
         "correct": None,
         "contributions": None,
     } | values | on_test
+
+
+def reported(evaluator: Any, model: nn.Module, splits: Splits) -> Iterator[tuple[str, Any]]:
+    """Yield the pairs (name, number) that an evaluator gives for a model and images. Raise ValueError if it gives something
+    else, and if it changes the parameters or buffers of the model.
+    """
+    title = function(evaluator).__name__
+    before = [(id(tensor), tensor._version) for tensor in [*model.parameters(), *model.buffers()]]
+    found = evaluator(model, splits)
+    if isinstance(found, dict) or not isinstance(found, Iterable):
+        found = [found]
+    for pair in found:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(f"{title} gave {pair!r:.60}; expected pairs (name, number), such as yield 'my_score', 0.5")
+        yield pair
+    if before != [(id(tensor), tensor._version) for tensor in [*model.parameters(), *model.buffers()]]:
+        raise ValueError(f"{title} has changed the model, which others are still to judge; change a copy: copy.deepcopy(model)")
 
 
 def evaluation_numerics(model: nn.Module, numerics: Numerics, images: Images) -> Numerics:

@@ -15,7 +15,7 @@ from smallvit import record as records
 from smallvit.augment.check import check_labels_kept
 from smallvit.components import describe_value, function
 from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
-from smallvit.data.dataset import current_content
+from smallvit.data.dataset import current_content, loaded
 from smallvit.evaluate import Splits, check_features_exist, declaration
 from smallvit.flops import reduces
 from smallvit.numerics import DEFAULT, Numerics, full_float32, torch_defaults
@@ -32,7 +32,7 @@ from .loop import Training, Watch, choose_device, train
 from .publish import publish, tidy
 from .read_log import log_test_read
 from .stack import NotStackable, Stack
-from .trained_model import save_weights
+from .trained_model import check_reloaded, save_weights
 
 
 class Tags(NamedTuple):
@@ -258,6 +258,7 @@ def prepare_training(
         training.origin = "".join([records.code()["sha256"], data.sha256, *training.init_hashes])
 
         def close() -> Record:
+            check_reloaded(training.model, run, subset.train)
             test, weights = None if validation_only else data.test, temporary(folder / records.WEIGHTS)
             settings = log_test_read(Path(reads), run, tags.arm, data.test.sha256) if test is not None and reads else None
             done = replace(
@@ -307,7 +308,7 @@ def load_data(run: Run) -> tuple[Dataset, Subset]:
     trained on test images of this run.
     """
     check_same_fold(run)
-    whole = run.data()
+    whole = loaded(run.data)
     if whole.folds != run.folds:
         name = getattr(function(run.data), "__name__", "the data loader")
         raise ValueError(

@@ -19,18 +19,37 @@ def own_parts(objective: nn.Module, optimizer: Any = None) -> dict[str, Any]:
 
 
 def numbers_of(part: Any) -> Numbers:
-    """Return the numbers that a module or an optimizer keeps as plain attributes. `progress` is left out, because the objective
-    sets it in each step.
+    """Return the numbers that a module or an optimizer keeps as plain attributes, and those in the parameter groups of an
+    optimizer, by name, such as "calls" and "param_groups.0.k". The attribute `progress` and the learning rate are left out,
+    because they are set in each step.
     """
-    return {name: value for name, value in vars(part).items() if type(value) in (int, float) and name != "progress"}
+    found = {}
+    for prefix, values in places(part).items():
+        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        found |= {prefix + name: value for name, value in numbers.items() if name not in ("progress", "lr")}
+    return found
+
+
+def places(part: Any) -> dict[str, dict[str, Any]]:
+    """Return the dicts in which a module or an optimizer may keep numbers, by the beginning of the names of these numbers."""
+    groups = vars(part).get("param_groups", ())
+    return {"": vars(part)} | {f"param_groups.{index}.": group for index, group in enumerate(groups)}
+
+
+def restore_numbers(part: Any, numbers: Numbers):
+    """Give a module or an optimizer the `numbers` that `numbers_of` has returned."""
+    for prefix, values in places(part).items():
+        own = {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
+        values.update({name: value for name, value in own.items() if "." not in name})
 
 
 def set_numbers(parts: Sequence[Any], numbers: Sequence[Numbers]):
     """Give the modules and optimizers `parts` the `numbers` that they had before, and remove those that have come since."""
     for part, before in zip(parts, numbers):
         for name in numbers_of(part).keys() - before.keys():
-            delattr(part, name)
-        vars(part).update(before)
+            prefix = name[: name.rfind(".") + 1]
+            del places(part)[prefix][name.removeprefix(prefix)]
+        restore_numbers(part, before)
 
 
 def changed_number(parts: Sequence[Any], numbers: Sequence[Numbers]) -> str:

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from smallvit import record as records
 from smallvit.components import options
 from smallvit.data import DataSpec, Preprocess
-from smallvit.data.images import normalize
+from smallvit.data.images import Images, normalize
+from smallvit.evaluate import frozen
 from smallvit.flops import without_memory
 from smallvit.numerics import torch_defaults
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint, rebuild
 from smallvit.shapes import printable
 from smallvit.storage import failures_named, file_sha256, flush_to_disk, parse_json, read_bounded
+from smallvit.vit import is_builtin
 
 from .initialize import WeightsFile, shapes_of
 
@@ -31,6 +33,8 @@ HUB = "hf:"  # an address on the Hugging Face Hub begins with it: hf:user/name o
 CONFIG = "config.json"  # in a shared folder: a short description of the model, and the hashes of the other files
 MOST_VALUES, MOST_BLOCKS = 2**24, 64  # of an image, and blocks of a model, whatever the weights say
 MOST_BYTES = 2**24  # of config.json
+CHECKED = 8  # images on which a trained model and the one that is loaded from its weights must agree
+RELOADED = 1e-3  # of the largest output: how much they may differ
 
 
 class ImageClassifier(ABC):
@@ -178,11 +182,18 @@ def load(folder: str | Path) -> TrainedModel:
             f"the shared model in {folder} needs code that is not part of smallvit: {', '.join(foreign)}; smallvit never runs "
             "code of a shared model; ask its author for the recipe and train it yourself"
         )
+    own = sorted({".".join(name.split(".")[:2]) for name in custom_components(record.run)})
     try:
         run, preprocess = rebuild(record.run), Preprocess.from_dict(record.preprocess)
         changed = fingerprint(run) != record.fingerprint
     except (ValueError, AttributeError, TypeError, KeyError, OverflowError) as error:  # from settings of a stranger
         reason = printable(str(error))
+        if own and isinstance(error, ValueError):
+            raise ValueError(
+                f"the model in {folder} needs code of {' and '.join(own)} as it was when the run was trained: load the recipe "
+                "first with smallvit.load_recipe(path), or give RECIPE:ARM and --seed in place of the folder, and undo changes "
+                f"of this code; nothing is lost ({reason:.300})"
+            ) from error
         raise ValueError(f"the settings in {folder / records.RECORD} are not valid: {reason:.500}; {again}") from error
     if changed:
         raise ValueError(f"the settings in {folder / records.RECORD} were changed after training; {again}")
@@ -268,6 +279,55 @@ def custom_components(described: Any) -> list[str]:
     names = [described.get("call"), described.get("make")]
     own = [str(name) for name in names if name is not None and not str(name).startswith("smallvit.")]
     return sorted({*own, *custom_components(list(described.values()))})
+
+
+def check_reloaded(model: nn.Module, run: Run, images: Images):
+    """Raise ValueError if a trained model with classes of a user's own is not the one that `load` will make from its weights,
+    because it has changed a tensor or a number that is not saved. `run` is the `Run` of the model. The outputs for some of
+    `images`, the training images, are compared.
+    """
+    if not len(images) or all(map(is_builtin, model.modules())):
+        return
+    spec, kind = images.spec, "logits" if trains_classifier(run) else "features"
+    with torch_defaults():
+        again = run.model(spec.size, spec.channels, len(spec.classes))
+    again.load_state_dict(model.state_dict())
+    again.to(next(model.parameters()).device)
+    pixels = next(images.batches(CHECKED, device=next(model.parameters()).device))[0]
+    found = []
+    for _ in range(2):
+        for one in (model, again):
+            with frozen(one), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # a model may draw random numbers also when it is evaluated
+                output: Callable = one if kind == "logits" else one.features  # pyright: ignore
+                found.append(output(pixels))
+    scored, loaded, same, _ = found
+    limit = RELOADED * scored.abs().max()
+    if not (scored - same).abs().max() <= limit:  # it changes from call to call, so nothing can be said
+        return
+    if not (scored - loaded).abs().max() <= limit:
+        raise ValueError(
+            f"the trained model gives other {kind} than the model that load(folder) makes from its weights, so its score would "
+            f"be that of another model: {', '.join(unsaved(model, again)) or 'something in it'} is not saved; expected "
+            "parameters, or register_buffer(name, tensor) without persistent=False"
+        )
+
+
+def unsaved(model: nn.Module, again: nn.Module) -> list[str]:
+    """Return the names of the tensors and numbers in a model that are not in its state dict and differ from those in `again`,
+    such as `Centered.center`.
+    """
+    names, made = [], dict(again.named_modules())
+    for path, module in model.named_modules():
+        present, other = (vars(one) | one._buffers for one in (module, made.get(path, again)))
+        for name, value in present.items():
+            before = other.get(name)
+            if isinstance(value, Tensor) and isinstance(before, Tensor):
+                changed = value.shape != before.shape or not torch.equal(value, before.to(value))
+            else:
+                changed = isinstance(value, bool | int | float) and name != "training" and value != before
+            names += [f"{type(module).__name__}.{name}"] if changed else []
+    return names
 
 
 def save_weights(path: Path, model: nn.Module, run: Run, spec: DataSpec) -> dict:

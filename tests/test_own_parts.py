@@ -1,0 +1,147 @@
+"""Models, evaluators, transforms and loaders of a user's own: what breaks their contract is named, and no wrong score is kept."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from smallvit import digits, fit, folder, load, load_recipe
+
+RECIPE = '''"""Parts that break their contract."""
+from dataclasses import dataclass
+import torch
+from torch import nn
+from smallvit import Run, ablate, accuracy, digits
+
+class Centered(nn.Module):
+    """A linear model of images from which a mean is subtracted that it learns in training."""
+
+    def __init__(self, image, channels, classes, persistent: bool = True, number: bool = False, noise: float = 0.0):
+        super().__init__()
+        self.linear, self.number, self.noise, self.shift = nn.Linear(image[0] * image[1] * channels, classes), number, noise, 0.0
+        self.register_buffer("center", torch.zeros(self.linear.in_features), persistent=persistent)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        if self.training:
+            self.center.add_(x.mean(0).detach())
+            self.shift += self.number
+        return self.linear(x - self.center - self.shift + self.noise * torch.randn(x.shape))
+
+class Pair(Centered):
+    def forward(self, x):
+        return super().forward(x), x
+
+@dataclass
+class Counting:
+    calls: int = 0
+
+    def __call__(self, batch, generator):
+        return batch
+
+def nothing(model, splits):
+    yield from ()
+
+def plain(model, splits):
+    return 0.5
+
+def dictionary(model, splits):
+    return {"score": 0.5}
+
+def single(model, splits):
+    yield 0.5
+
+def destroys(model, splits):
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    yield "destroyed", 1.0
+
+def pair():
+    return digits().train, digits().test
+
+run = Run(data=digits, model=Centered, steps=4, batch=8, lr=1e-2, ema=0.0, val=20)
+arms = {"saved": run, "buffer": run.vary(persistent=False), "number": run.vary(number=True), "noise": run.vary(noise=0.1)}
+arms |= {"average": run.vary(persistent=False, ema=0.05), "tuple": run.vary(model=Pair), "data": run.vary(data=pair)}
+arms |= {each.__name__: run.vary(evaluators=(each,)) for each in (nothing, plain, dictionary, single)}
+arms |= {"destroys": run.vary(evaluators=(accuracy, destroys))}
+RUNS = ablate(arms, labels=[50], seeds=range(1), references=False)
+'''
+
+
+@pytest.fixture
+def arms(tmp_path) -> dict:
+    """The run of each arm of the recipe."""
+    (tmp_path / "own.py").write_text(RECIPE)
+    return {entry.arm: entry.run for entry in load_recipe(tmp_path / "own.py").RUNS}
+
+
+@pytest.mark.parametrize("arm", ["saved", "noise"])
+def test_model_of_your_own_is_trained_scored_and_loaded(arm, arms, tmp_path):
+    record = fit(arms[arm], tmp_path / "run")
+    model, images = load(tmp_path / "run").model.eval(), digits().test.open()
+    torch.manual_seed(0)
+    pixels = images.spec.normalize(images.images / 255)
+    right = (model(pixels).argmax(1) == images.labels).float().mean()
+    assert record.test["accuracy"] == pytest.approx(right.item(), abs=1e-6 if arm == "saved" else 0.05)
+
+
+@pytest.mark.parametrize(
+    ("arm", "message"),
+    [
+        ("buffer", "Centered.center is not saved; expected parameters, or register_buffer"),
+        ("average", "Centered.center is not saved"),
+        ("number", "Centered.shift is not saved"),
+        ("tuple", "the model gave a tuple; expected a tensor of logits"),
+        ("nothing", r"nothing judges the run and has given no number; expected at least one pair \(name, number\)"),
+        ("plain", "plain gave 0.5; expected pairs"),
+        ("dictionary", r"dictionary gave {'score': 0.5}; expected pairs"),
+        ("single", r"single gave 0.5; expected pairs \(name, number\), such as yield"),
+        ("destroys", "destroys has changed the model, which others are still to judge; change a copy"),
+        ("data", "pair returned a tuple; expected a Dataset, as folder"),
+    ],
+)
+def test_broken_contract_is_named(arm, message, arms, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fit(arms[arm], tmp_path / "run")
+
+
+def test_transform_whose_values_can_change_is_refused(arms):
+    changing = sys.modules["recipes.own"].Counting()
+    with pytest.raises(ValueError, match=r"Counting is a dataclass whose values can change .* expected @dataclass\(frozen=True\)"):
+        arms["saved"].vary(augment=(changing,))
+
+
+def test_model_of_a_recipe_that_is_not_loaded_or_has_changed_is_not_called_damaged(arms, tmp_path):
+    fit(arms["saved"], tmp_path / "run")
+    del sys.modules["recipes.own"]
+    with pytest.raises(ValueError, match=r"needs code of recipes\.own as it was .* smallvit\.load_recipe\(path\), .* nothing is lost"):
+        load(tmp_path / "run")
+    (tmp_path / "own.py").write_text(RECIPE.replace("x.mean(0).detach()", "x.mean(0)"))
+    load_recipe(tmp_path / "own.py")
+    with pytest.raises(ValueError, match=r"undo changes of this code; nothing is lost \(recipes.own.Centered has changed"):
+        load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("options", [{"folds": 2}, {"folds": 2, "test": 0.5}, {"test": 0.3}], ids=str)
+def test_training_images_are_left_out_together_with_their_groups(options, tmp_path):
+    for name, color in (("dark", 0), ("light", 255)):
+        (tmp_path / name).mkdir()
+        for patient in range(7):
+            for number in range(3):
+                pixels = torch.full((8, 8), color, dtype=torch.uint8)
+                pixels[patient, number] = 128  # all images differ
+                Image.fromarray(pixels.numpy()).save(tmp_path / name / f"{name}{patient}_{number}.png")
+    data = folder(str(tmp_path), group_by=r"(.*)_.*", **options)
+    chosen = torch.arange(len(data.train)) != 3
+    with pytest.raises(ValueError, match=r"has groups of \d+ training images, and \d+ of these images; .* use data\.keep\(chosen\)"):
+        replace(data, train=data.train.take(chosen))
+    kept = data.keep(chosen)
+    for seed in range(2 if "folds" in options else 1):
+        one = kept.at_seed(seed)
+        patients = [{file.rpartition("_")[0] for file in images.files} for images in (one.train, one.test.open())]
+        assert not patients[0] & patients[1] and len(one.train) == len(one.groups)
+    assert set(kept.train.files) == set(data.train.files) - {data.train.files[3]}
+    with pytest.raises(ValueError, match=r"chosen is torch\.int64 .* expected torch\.bool"):
+        data.keep(torch.arange(3))
