@@ -6,6 +6,7 @@ import re
 import shutil
 from argparse import Namespace
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -183,10 +184,15 @@ def test_stem_has_about_as_many_tokens_as_patches(patch, layers):
     assert stem_layers(patch) == layers
 
 
+@cache
+def committed(recipe: str) -> Comparison:
+    """The comparison of the committed records of a recipe."""
+    return compare(read_records(find_recipe(recipe).with_suffix(".jsonl")))
+
+
 @pytest.mark.parametrize(("recipe", "arm", "gains"), slow_after(1, [known for group in KNOWN.values() for known in group]))
 def test_what_is_known_is_what_the_committed_records_say(recipe, arm, gains):
-    path = find_recipe(recipe).with_suffix(".jsonl")
-    rows = [row for row in compare(read_records(path)).main_rows if row.arm == arm and row.difference]
+    rows = [row for row in committed(recipe).main_rows if row.arm == arm and row.difference]
     sign = -1 if arm.startswith("no ") else 1
     assert {row.labels: round(100 * sign * row.difference.mean, 2) for row in rows} == gains
 
@@ -501,7 +507,7 @@ def test_texts_of_the_answer():
 
 def judged(advice: tuple[str, float], cnn: tuple[str, float]) -> Comparison:
     """A comparison in which the plain ViT reaches 90% and the others have these verdicts and means."""
-    found = compare(read_records(find_recipe("regularize").with_suffix(".jsonl")))
+    found = committed("regularize")
     row = next(row for row in found.main_rows if row.arm == "mixup")
     arms = {PLAIN: (None, 0.9), ADVICE: advice, CNN: cnn}
     condition = row.condition._replace(labels=None)

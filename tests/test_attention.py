@@ -128,7 +128,7 @@ def test_output_saliency_map_and_key_follow_the_equations(make, sized, masked):
     assert_close(output.saliency(2), maps[:, :, :2].mean((1, 2)))
 
 
-@pytest.mark.parametrize("make", [partial(Attention, qk_norm=True), LSA[0], LSA[1]], ids=option_id)
+@pytest.mark.parametrize("make", slow_after(2, [partial(Attention, qk_norm=True), LSA[0], LSA[1]]), ids=option_id)
 def test_gradients_are_correct(make):
     module = randomized(make)
     x, size = tokens(3)[:1].requires_grad_(), torch.rand(1, 3, dtype=torch.float64).add(0.5)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.layers import AttentionRope, RelPosBias, RelPosMlp, RotaryEmbeddingCat, RotaryEmbeddingMixed
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
-from toys import assert_close, default_dtype, option_id, randomize, slow_after, tiny_vit
+from toys import assert_close, default_dtype, option_id, randomize, slow_after, slow_but, tiny_vit
 
 from smallvit import (
     DINO,
@@ -517,7 +517,7 @@ def test_merging_equal_tokens_is_exact_only_where_places_do_not_matter(position,
 
 
 @every
-@pytest.mark.parametrize("reduction", slow_after(2, [None, *REDUCTIONS.values()]), ids=["none", *REDUCTIONS])
+@pytest.mark.parametrize("reduction", slow_but((REDUCTIONS["prune"],), [None, *REDUCTIONS.values()]), ids=["none", *REDUCTIONS])
 def test_positions_train_with_every_reduction_and_precision(position, reduction):
     for slot in (Attention, LocalityAttention) if reduction in (None, REDUCTIONS["prune"]) else (Attention,):
         model = attended(position, slot, reduction=reduction, registers=1, pool=MeanTokens)
@@ -550,7 +550,7 @@ def test_objectives_that_hide_patches_or_crop(position):
 
 
 @every
-@pytest.mark.parametrize("reduction", [None, partial(Merge, r=4)], ids=["none", "merge"])
+@pytest.mark.parametrize("reduction", slow_after(1, [partial(Merge, r=4), None]), ids=["merge", "none"])
 def test_stacked_models_equal_single_ones(position, reduction):
     models = [randomize(attended(position, reduction=reduction)) for _ in range(3)]
     weights, buffers = torch.func.stack_module_state(models)

@@ -10,7 +10,7 @@ import torch
 from timm.layers.diff_attention import DiffAttention
 from timm.models.cait import TalkingHeadAttn
 from torch import nn
-from toys import TINY_VIT, assert_close, option_id, randomize, tiny_vit, training_of
+from toys import TINY_VIT, assert_close, option_id, randomize, slow_after, tiny_vit, training_of
 
 from smallvit import (
     MAE,
@@ -222,16 +222,16 @@ def test_every_option_has_an_effect_and_is_written_to_records(make):
 # With other slots
 
 REDUCTIONS = [
-    None,
     partial(Merge, r=3),
     partial(Prune, keep=0.6),
-    partial(LearnedPrune, keep=0.6),
     partial(LearnedThresholds, merge=0.5, prune=0.5),
+    partial(LearnedPrune, keep=0.6),
+    None,
 ]
 
 
 @every
-@pytest.mark.parametrize("reduction", REDUCTIONS, ids=option_id)
+@pytest.mark.parametrize("reduction", slow_after(3, REDUCTIONS), ids=option_id)
 def test_models_with_every_reduction_train_and_take_other_image_sizes(make, reduction):
     model = tiny_vit(attention=make, reduction=reduction, registers=2, pool=DistilledTokens)
     for image in ((12, 12), (8, 20), (2, 2)):

@@ -95,7 +95,7 @@ RUNS = ablate(arms, labels=[20, 40], tune=Tune({{"lr": (1e-4, 1e-2)}}, trials=2)
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(("train", "inference", "augmentation"), tasks.BENCHMARKS)
+    "name", slow_but(("train", "inference"), tasks.BENCHMARKS)
 )
 def test_every_benchmark_runs(name, one_process, job, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

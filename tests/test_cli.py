@@ -375,7 +375,9 @@ def test_dry_run_for_ray_needs_no_gpu_on_this_machine(workdir, monkeypatch, caps
         (["mine.py"], "mine, scratch:", ["16 x 16", "17 x 16"], 3_850),
         (["mine.py", "--arm", "+LSA", "--image", "16"], "mine, +LSA:", ["64 x 16", "65 x 16"], 4_620),
         (["vit_tiny_patch16_224"], "step ", ["3 x 224 x 224", "196 x 192", "197 x 192"], 5_717_416),
-        (["vit_base_patch16_224", "--image", "224", "--channels", "3"], "step ", ["197 x 768"], 86_567_656),
+        pytest.param(
+            ["vit_base_patch16_224", "--image", "224", "--channels", "3"], "step ", ["197 x 768"], 86_567_656, marks=pytest.mark.slow
+        ),
         (["resnet18", "--image", "32", "--channels", "1"], "step ", ["1 x 32 x 32", "64 x 16 x 16"], 11_683_240),
     ],
 )

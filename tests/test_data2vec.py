@@ -154,6 +154,7 @@ def test_the_native_kernel_gives_the_same_training(tmp_path):
     assert records[0].curve[-1][1] == pytest.approx(records[1].curve[-1][1], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_with_equal_weights(tmp_path, monkeypatch):
     fit(RUN, tmp_path / "whole")
     monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", 0.0)

@@ -12,7 +12,7 @@ from lightly.models.utils import update_momentum
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import normalize
-from toys import MOVES, check_average_after_a_move, tiny_vit
+from toys import MOVES, check_average_after_a_move, slow_after, tiny_vit
 
 from smallvit import augment
 from smallvit.attention import Attention
@@ -55,7 +55,7 @@ def crops(batch):
 
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-@pytest.mark.parametrize("vit", [VIT, PROJECTED], ids=["plain", "batch norm"])
+@pytest.mark.parametrize("vit", slow_after(1, [PROJECTED, VIT]), ids=["batch norm", "plain"])
 def test_the_teacher_follows_the_student_after_a_move(vit, move):
     check_average_after_a_move(make_dino(vit, momentum=0.0), move)
 
@@ -63,8 +63,7 @@ def test_the_teacher_follows_the_student_after_a_move(vit, move):
 # As in lightly
 
 
-@pytest.mark.parametrize("batch_norm", [True, False])
-@pytest.mark.parametrize("local", [0, 2])
+@pytest.mark.parametrize(("local", "batch_norm"), slow_after(2, [(2, True), (0, False), (2, False), (0, True)]))
 def test_four_steps_are_those_of_lightly(local, batch_norm):
     """With lightly's head, loss and EMA update, as in its example except that the update comes after the step."""
     dino = make_dino(batch_norm=batch_norm, momentum=0.9, teacher_temp=0.07, warmup=0.5, freeze=0.3, clip=0.0)

@@ -100,7 +100,7 @@ def test_gradients_in_double_precision_are_those_of_finite_differences(kind, bat
     assert torch.autograd.gradcheck(lambda x: objective(Batch(x, double, teacher_logits=teacher), 0.5)["loss"], logits)
 
 
-@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize("kind", slow_after(1, ["soft", "hard"]))
 @pytest.mark.parametrize(
     "make", [partial(VIT, dropout=0.2, drop_path=0.3), CNN, TWO_HEADS, partial(VIT, reduction=partial(Prune, shrink=(0.0, 0.5)))]
 )
@@ -322,7 +322,7 @@ def test_the_loss_in_bfloat16_is_nearly_the_same(kind, batch):
 
 
 @pytest.mark.parametrize("options", slow_after(1, [dict(kind="soft", temperature=1.0), dict(kind="hard")]))
-@pytest.mark.parametrize("token", [False, True])
+@pytest.mark.parametrize("token", slow_after(1, [True, False]))
 def test_with_weight_1_a_student_learns_from_its_teacher_alone(options, token):
     """The labels, here all wrong, do not count."""
     teacher = initialize(LeNet((16, 16), 1, CLASSES, activation="relu"), 0).eval()

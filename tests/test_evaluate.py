@@ -275,7 +275,7 @@ def count_hooks(model) -> int:
 
 
 @all_evaluators
-@pytest.mark.parametrize("kind", slow_after(3, ["vit", "cnn", "merge", "thresholds"]))
+@pytest.mark.parametrize("kind", slow_after(2, ["cnn", "merge", "vit", "thresholds"]))
 def test_the_model_is_bitwise_unchanged(evaluator, kind, splits, request):
     model = reduced_vit(kind) if kind in REDUCTIONS else request.getfixturevalue(kind)
     model.train()

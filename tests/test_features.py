@@ -327,7 +327,7 @@ def state(model):
     return tensors, modes, [(p.requires_grad, p.grad) for p in model.parameters()], torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("kind", slow_after(2, MODELS))
+@pytest.mark.parametrize("kind", slow_after(1, MODELS))
 @pytest.mark.parametrize("probe", [knn, linear_probe, partial(few_shot, shots=4)], ids=["knn", "linear_probe", "few_shot"])
 def test_probes_leave_the_model_unchanged_and_are_deterministic(kind, probe):
     make, place = MODELS[kind]

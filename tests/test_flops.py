@@ -69,7 +69,11 @@ def case_id(part):
     return option_id(part) if isinstance(part, partial) else {192: "T", 384: "S", 768: "B", None: "plain"}.get(part, str(part))
 
 
-@pytest.mark.parametrize(("dim", "reduction", "figure"), PUBLISHED, ids=case_id)
+@pytest.mark.parametrize(
+    ("dim", "reduction", "figure"),
+    [pytest.param(*case, marks=pytest.mark.slow if index % 3 else ()) for index, case in enumerate(PUBLISHED)],
+    ids=case_id,
+)
 def test_closed_form_gives_the_published_figures(dim, reduction, figure):
     macs = closed_form(deit(dim, reduction))
     digits = len(figure.partition(".")[2])
@@ -250,7 +254,7 @@ SLOTS = {"class token": dict(), "registers": dict(registers=3), "mean": dict(poo
 
 @pytest.mark.parametrize(
     "kernel, reduction, slots",
-    slow_after(28, [
+    slow_after(14, [
         (kernel, reduction, slots)
         for slots in SLOTS
         for kernel in KERNELS
@@ -289,7 +293,7 @@ FIXED = [partial(Merge, r=5), partial(Merge, r=0.3), Prune, partial(Prune, fuse=
 
 
 @pytest.mark.parametrize("reduction", [None, *map(partial, FIXED)], ids=case_id)
-@pytest.mark.parametrize("registers", [0, 2])
+@pytest.mark.parametrize("registers", slow_after(1, [2, 0]))
 @pytest.mark.parametrize("image", [(28, 28), (12, 20), (4, 8)])
 def test_tokens_per_layer_are_those_really_processed(reduction, registers, image):
     model, seen = small(reduction=reduction, registers=registers).eval(), []
@@ -413,7 +417,7 @@ def test_budget_of_a_model_that_computes_with_values_is_matched(model):
     assert without_memory(small).head.weight.is_meta and not without_memory(partial(ValueDependent, (28, 28), 1, 10)).spread.is_meta
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("share", slow_after(1, [0.7, 0.9, 0.5]))
 @pytest.mark.parametrize(
     ("reduction", "option", "between"),
     [(Merge, "r", (0.0, 0.5)), (Prune, "keep", (0.05, 1.0)), (LearnedPrune, "keep", (0.05, 1.0))],

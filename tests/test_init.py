@@ -51,6 +51,14 @@ def entries_of(arms: dict[str, Run], labels=(50,), seeds=(0,)):
 # Weights and costs
 
 
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """The folder of the finished run SHORT. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("start")
+    fit(SHORT, folder)
+    return folder
+
+
 def test_run_without_steps_equals_the_run_that_it_starts_from(tmp_path):
     record, start = fit(FROZEN.vary(reduction=Merge), tmp_path), read_record(tmp_path / "init")
     assert start.fingerprint == fingerprint(SHORT) == record.pretraining["fingerprint"]
@@ -86,18 +94,17 @@ def test_labels_of_an_earlier_run_are_counted_in_the_budget(tmp_path):
     assert {row.arm: row.budget["extra_labels"] for row in compare(records).rows} == {"base": 0, "more": 350}
 
 
-def test_all_labels_and_labels_for_a_choice_are_counted_in_the_budget(tmp_path):
-    start, total = replace(SHORT, labels=None, early_stop=1), len(digits().train)
-    record = fit(SHORT.vary(init=start, steps=2), tmp_path)
+def test_all_labels_and_labels_for_a_choice_are_counted_in_the_budget(start, tmp_path):
+    earlier, total = replace(SHORT, labels=None, early_stop=1), len(digits().train)
+    record = fit(SHORT.vary(init=earlier, steps=2), tmp_path)
     assert record.pretraining["labels"] == total - 20 and record.pretraining["chosen_labels"] == 20
-    base = replace(fit(SHORT, tmp_path / "base"), role="baseline", arm="a", baseline="a")
+    base = replace(read_record(start), role="baseline", arm="a", baseline="a")
     rows = compare([base, replace(record, role="technique", arm="b", baseline="a")]).rows
     assert {row.arm: row.budget["extra_labels"] for row in rows} == {"a": 0, "b": total - 20 - 50 + 20}
 
 
-def test_only_a_reduction_may_have_new_weights(tmp_path):
-    fit(SHORT, tmp_path / "start")
-    record = fit(FROZEN.vary(reduction=partial(LearnedPrune, keep=0.5)), tmp_path / "learned", init=tmp_path / "start")
+def test_only_a_reduction_may_have_new_weights(start, tmp_path):
+    record = fit(FROZEN.vary(reduction=partial(LearnedPrune, keep=0.5)), tmp_path / "learned", init=start)
     missing = record.init_weights["missing"]
     assert missing and all(".reduction." in name for name in missing)
 
@@ -207,16 +214,8 @@ def test_failed_dependency_is_tried_once_and_named_in_the_run_that_needs_it(tmp_
     assert capfd.readouterr().err.count("FAILED") == 2
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """The folder of the finished run SHORT. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("start")
-    fit(SHORT, folder)
-    return folder
-
-
 def weights_of_another_seed(folder):
-    fit(SHORT.vary(seed=9), folder / "other")
+    fit(SHORT.vary(seed=9, steps=1), folder / "other")
     shutil.copy(folder / "other" / WEIGHTS, folder / WEIGHTS)
 
 

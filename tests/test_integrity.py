@@ -348,7 +348,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", slow_after(2, DAMAGES.values()), ids=DAMAGES)
+@pytest.mark.parametrize("damage", slow_after(1, DAMAGES.values()), ids=DAMAGES)
 def test_damaged_checkpoint_is_set_aside_and_the_run_starts_again(damage, tmp_path, trained, monkeypatch, capsys):
     left_checkpoint(tmp_path)
     damaged = damage((tmp_path / CHECKPOINT).read_bytes())
@@ -361,6 +361,7 @@ def test_damaged_checkpoint_is_set_aside_and_the_run_starts_again(damage, tmp_pa
     assert capsys.readouterr().err.count("note: ") == 1
 
 
+@pytest.mark.slow
 def test_intact_checkpoint_is_resumed(tmp_path, trained, monkeypatch):
     left_checkpoint(tmp_path)
     steps, train_step = [], Training.train_step

@@ -14,7 +14,7 @@ from lightly.models import utils
 from lightly.models.modules import MaskedVisionTransformerTIMM
 from lightly.models.modules.masked_vision_transformer_decoder_timm import MaskedVisionTransformerDecoderTIMM
 from torch import nn
-from toys import assert_close, option_id, randomize, slow_after
+from toys import assert_close, option_id, pairwise, randomize, slow_after
 
 from smallvit import tokenizers
 from smallvit.attention import Attention, LocalityAttention
@@ -306,9 +306,20 @@ def test_no_visible_pixel_is_a_target(normalize):
     assert (images.grad[~mask] == 0).all() and (images.grad[mask] != 0).all()
 
 
-@pytest.mark.parametrize("pool", [ClassToken, MeanTokens, SequencePool], ids=option_id)
-@pytest.mark.parametrize("position", slow_after(2, [Learned, SinCos2d, partial(Learned, on_prefix=False), SinCos1d, None]), ids=option_id)
-@pytest.mark.parametrize("name", ["patch", "SPT", "stem", "CCT"])
+ENCODERS = [
+    (name, position, pool)
+    for position in (Learned, SinCos2d, partial(Learned, on_prefix=False), SinCos1d, None)
+    for name in ("patch", "SPT", "stem", "CCT")
+    for pool in (ClassToken, MeanTokens, SequencePool)
+]
+QUICK_ENCODERS = pairwise(ENCODERS[:24])  # of the first two positions
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "pool"),
+    [pytest.param(*case, marks=() if index in QUICK_ENCODERS else pytest.mark.slow) for index, case in enumerate(ENCODERS)],
+    ids=option_id,
+)
 def test_with_every_patch_visible_the_encoder_is_the_model(pool, position, name):
     for registers, more in ((0, dict(attention=LocalityAttention)), (2, dict(norm_after_pool=True, attention=Attention))):
         tokenizer = partial(ShiftedPatchEmbed, patch=8) if name == "SPT" else TOKENIZERS[name]
@@ -370,7 +381,7 @@ def test_the_observation_has_the_pooled_features_of_visible_tokens():
 
 
 @pytest.mark.parametrize("image", [(24, 40), *(pytest.param(size, marks=pytest.mark.slow) for size in ((28, 28), (32, 32)))], ids=str)
-@pytest.mark.parametrize("make", [PatchEmbed, ShiftedPatchEmbed, ConvStem, ConvTokenizer])
+@pytest.mark.parametrize("make", slow_after(2, [ShiftedPatchEmbed, ConvTokenizer, PatchEmbed, ConvStem]))
 def test_any_size_and_number_of_channels_works_or_is_refused_with_the_sizes(image, make):
     size, worked = f"{image[0]} x {image[1]}", 0
     option, values = ("patch", (4, 7, 8)) if "patch" in inspect.signature(make).parameters else ("layers", (2, 3))

@@ -164,7 +164,7 @@ def brightest(images):
 
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize(
-    ("name", "size"), [("bundled", 4), ("bundled", 16), pytest.param("mnist", 16, marks=needs_mnist)], ids=str
+    ("name", "size"), [("bundled", 4), ("bundled", 16), pytest.param("mnist", 16, marks=[needs_mnist, pytest.mark.slow])], ids=str
 )
 def test_every_view_of_a_digit_is_at_least_half_as_bright_as_the_image(name, size, strength):
     batch = digit_batch(name, 3000)

@@ -168,9 +168,13 @@ ATTENTIONS = {
 }
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_outputs_and_all_gradients_equal_those_of_pytorch(data):
+@pytest.mark.parametrize("examples", slow_after(1, [25, 60]))
+def test_outputs_and_all_gradients_equal_those_of_pytorch(examples):
+    chosen = settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    chosen(given(st.data())(compare_gradients))()
+
+
+def compare_gradients(data):
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 99)))
     b, n, heads = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 5, 16, 17, 33, 50, 130])), draw(st.integers(1, 3))
@@ -461,7 +465,7 @@ def merging_blocks(depth=3, r: int | tuple = 4, patches=16, **options) -> Blocks
     return blocks
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["gradients", "gradients in place"])
+@pytest.mark.parametrize("in_place", slow_after(1, [True, False]), ids=["gradients in place", "gradients"])
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("r", slow_after(1, [(0, 5, 2), 3]), ids=str)
 def test_blocks_that_merge_are_computed_natively(r, attention, in_place, capsys):
@@ -491,12 +495,17 @@ def test_blocks_that_merge_are_computed_natively(r, attention, in_place, capsys)
         torch.testing.assert_close(call(x, **inputs)[0], found[0], rtol=0, atol=0)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    images=st.integers(1, 5), patches=st.integers(2, 40), prefix=st.sampled_from([0, 1, 2, 5]), r=st.integers(1, 20),
-    key_width=st.sampled_from([16, 48]), sized=st.booleans(), threads=st.sampled_from([1, 2]),
-)  # fmt: skip
-def test_tokens_are_merged_as_by_pytorch(images, patches, prefix, r, key_width, sized, threads):
+@pytest.mark.parametrize("examples", slow_after(1, [25, 60]))
+def test_tokens_are_merged_as_by_pytorch(examples):
+    chosen = settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    cases = given(
+        images=st.integers(1, 5), patches=st.integers(2, 40), prefix=st.sampled_from([0, 1, 2, 5]), r=st.integers(1, 20),
+        key_width=st.sampled_from([16, 48]), sized=st.booleans(), threads=st.sampled_from([1, 2]),
+    )  # fmt: skip
+    chosen(cases(compare_merging))()
+
+
+def compare_merging(images, patches, prefix, r, key_width, sized, threads):
     merge = Merge(LayerContext(0, 1, 32, prefix, prefix > 0, patches), r=r)
     n = prefix + patches
     x, keys = torch.randn(images, n, 32, requires_grad=True), torch.randn(images, n, key_width)
@@ -1478,8 +1487,9 @@ def largest_difference(a, b) -> float:
     return torch.stack([(a[name] - b[name]).abs().max() for name in a]).max().item()  # NaN if one is NaN
 
 
-def test_hundred_steps_equal_those_of_pytorch_up_to_rounding(tmp_path):
-    run = RUN.vary(steps=100, lr=1e-3)
+@pytest.mark.parametrize("steps", slow_after(1, [25, 100]))
+def test_many_steps_equal_those_of_pytorch_up_to_rounding(steps, tmp_path):
+    run = RUN.vary(steps=steps, lr=1e-3)
     assert run.ema and run.clip
     records = [fit(run, tmp_path / str(numerics.kernel), numerics=numerics) for numerics in (Numerics(), NATIVE)]
     assert [record.kernel for record in records] == ["rule", "native"]
@@ -1491,7 +1501,7 @@ def test_hundred_steps_equal_those_of_pytorch_up_to_rounding(tmp_path):
 
 @pytest.mark.parametrize(
     "run",
-    slow_after(3, [
+    slow_after(2, [
         RUN.vary(block=partial(Block, dropout=0.1)),
         RUN.vary(drop_path=0.4, attention=LocalityAttention),
         RUN.vary(objective=MAE, unlabelled=True),
@@ -1575,14 +1585,15 @@ def test_native_and_compiled_are_refused_together():
 
 
 def test_evaluation_uses_the_kernel_only_if_it_predicts_the_same_classes(tmp_path, monkeypatch):
-    agreeing = fit(RUN, tmp_path / "agreeing", numerics=NATIVE)
+    run = RUN.vary(steps=4)
+    agreeing = fit(run, tmp_path / "agreeing", numerics=NATIVE)
     monkeypatch.setattr(evaluation, "LOGIT_TOLERANCE", 0.0)
-    differing = fit(RUN, tmp_path / "differing", numerics=NATIVE)
-    plain = fit(RUN, tmp_path / "plain")
+    differing = fit(run, tmp_path / "differing", numerics=NATIVE)
+    plain = fit(run, tmp_path / "plain")
     assert [record.evaluated for record in (agreeing, differing, plain)] == ["native", "rule", "rule"]
     assert agreeing.correct == differing.correct
     monkeypatch.setattr(native.blocks, "MOST_TOKENS", 10)
-    assert fit(RUN, tmp_path / "by PyTorch", numerics=NATIVE).evaluated == "rule"
+    assert fit(run, tmp_path / "by PyTorch", numerics=NATIVE).evaluated == "rule"
     assert differing.test["nll"] == pytest.approx(agreeing.test["nll"], abs=1e-5)
 
 

@@ -72,7 +72,7 @@ def saved_bytes(figure, tmp_path) -> int:
 # attention_figure
 
 
-@pytest.mark.parametrize("n, channels", [(3, 1), (1, 3)])
+@pytest.mark.parametrize("n, channels", slow_after(1, [(1, 3), (3, 1)]))
 @pytest.mark.parametrize("block, number", slow_after(1, [(-1, 2), (0, 0)]))
 def test_attention_figure_has_columns_for_each_head_their_mean_and_rollout(n, channels, block, number, tmp_path):
     model = ViT(SIZE, channels, 5, dim=16, depth=3, heads=4, tokenizer=partial(PatchEmbed, patch=2))
@@ -136,7 +136,7 @@ def test_figures_of_a_timm_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "position", [Learned, partial(Learned, on_prefix=False), SinCos1d, SinCos2d], ids=["learned", "patches", "1d", "2d"]
+    "position", slow_after(2, [partial(Learned, on_prefix=False), SinCos2d, Learned, SinCos1d]), ids=["patches", "2d", "learned", "1d"]
 )
 @pytest.mark.parametrize("prefix", slow_after(1, [{"registers": 3}, {}, {"pool": MeanTokens}]))
 def test_each_position_has_a_map_of_its_cosines_to_all_others(position, prefix, tmp_path):
@@ -243,7 +243,7 @@ def test_features_are_projected_onto_their_first_two_principal_components(kind, 
     assert titles(figure) == ["60 images, 8 channels"] and saved_bytes(figure, tmp_path) > 1000
 
 
-@pytest.mark.parametrize("method", ["pca", "tsne"])
+@pytest.mark.parametrize("method", slow_after(1, ["pca", "tsne"]))
 def test_equal_features_give_equal_figures(method):
     x, labels = clusters()
     first, again = (points(feature_view(x, labels, method=method)) for _ in range(2))

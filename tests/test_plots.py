@@ -37,7 +37,7 @@ TINY = partial(ViT, (8, 12), 1, 5, dim=16, depth=3, heads=2, tokenizer=partial(P
 # Positions
 
 
-@pytest.mark.parametrize("length, width", [(100, 16), (1_000, 160), (1, 2)])
+@pytest.mark.parametrize("length, width", slow_after(2, [(1_000, 160), (1, 2), (100, 16)]))
 def test_position_table_equals_the_positions_of_a_model(length, width, tmp_path):
     figure = position_table(length, width)
     drawn = np.asarray(figure.axes[0].images[0].get_array())
@@ -115,7 +115,7 @@ def test_steps_of_a_vit_add_up_and_show_its_tokens(name):
 
 
 @pytest.mark.parametrize("position", [RelativeBias, Rotary])
-@pytest.mark.parametrize("reduction", slow_after(2, [None, LearnedPrune, partial(Merge, r=4), partial(Prune, keep=0.5)]))
+@pytest.mark.parametrize("reduction", slow_after(1, [LearnedPrune, None, partial(Merge, r=4), partial(Prune, keep=0.5)]))
 def test_summary_needs_no_values_for_positions_inside_attention(position, reduction):
     model = TINY(attention=partial(Attention, position=position), reduction=reduction)
     expected = [step[:4] for step in summary(model)]  # without multiply-adds, which depend on the kernel of the attention

@@ -284,7 +284,7 @@ def test_exported_model_takes_images_of_any_size(make):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
-@every
+@pytest.mark.parametrize("make", slow_after(2, [Learned, SinCos2d, partial(Learned, on_prefix=False), SinCos1d]), ids=option_id)
 def test_traced_model_computes_the_same_or_stops_for_images_of_another_size(make):
     model = ViT((8, 8), 1, 3, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2, position=make).eval()
     traced, images = torch.jit.trace(model, torch.rand(2, 1, 8, 8)), torch.rand(2, 1, 12, 16)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after
 
 from smallvit import (
     DINO,
@@ -52,7 +52,7 @@ def test_unlabelled_run_sees_all_images_but_those_for_validation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "run", [UNLABELLED, UNLABELLED.vary(objective=partial(MAE, decoder_dim=16), augment=())], ids=["DINO", "MAE"]
+    "run", slow_after(1, [UNLABELLED, UNLABELLED.vary(objective=partial(MAE, decoder_dim=16), augment=())]), ids=["DINO", "MAE"]
 )
 def test_run_without_labels_has_collapse_statistics_at_every_check(run, tmp_path):
     record = fit(run, tmp_path)
@@ -118,14 +118,24 @@ def test_teacher_of_an_unlabelled_run_has_the_labels_of_the_comparison():
     assert run.init.teacher.labels == 20 and run.labels == 20
 
 
-def test_cost_of_unlabelled_pretraining_counts_images_and_no_labels(tmp_path):
-    cost = fit(at_cell(SHORT.vary(init=UNLABELLED), 20, 0), tmp_path).pretraining
+@pytest.fixture(scope="module")
+def unlabelled(tmp_path_factory):
+    """The folder of the finished run UNLABELLED, with which the runs of a comparison at 20 labels begin. Tests must not change
+    it.
+    """
+    folder = tmp_path_factory.mktemp("unlabelled")
+    fit(at_cell(PROBED, 20, 0).init, folder)
+    return folder
+
+
+def test_cost_of_unlabelled_pretraining_counts_images_and_no_labels(unlabelled, tmp_path):
+    cost = fit(at_cell(SHORT.vary(init=UNLABELLED), 20, 0), tmp_path, init=unlabelled).pretraining
     assert cost["labels"] is None and cost["unlabelled"] == TOTAL - 50 and cost["images_seen"] == 48
 
 
-def test_frozen_model_has_the_weights_of_pretraining(tmp_path):
-    record = fit(at_cell(PROBED, 40, 0), tmp_path)
-    loaded, expected = load_file(tmp_path / WEIGHTS), load_file(tmp_path / "init" / WEIGHTS)
+def test_frozen_model_has_the_weights_of_pretraining(unlabelled, tmp_path):
+    record = fit(at_cell(PROBED, 20, 0), tmp_path, init=unlabelled)
+    loaded, expected = load_file(tmp_path / WEIGHTS), load_file(unlabelled / WEIGHTS)
     assert record.init_weights["loaded"] == len(loaded) and record.init_weights["missing"] == []
     assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
 

@@ -296,7 +296,7 @@ def test_images_of_fewer_shots_are_among_those_of_more():
 # All probes
 
 
-@pytest.mark.parametrize("factor", [100.0, 0.01])
+@pytest.mark.parametrize("factor", slow_after(1, [100.0, 0.01]))
 def test_the_scale_of_the_features_does_not_matter_unless_they_are_not_standardized(factor):
     rows, labels = clusters(n=6200)
     (model, splits), (scaled, _) = (table_and_splits(rows * scale, labels, 4, n=(150, 50)) for scale in (1, factor))
@@ -307,7 +307,7 @@ def test_the_scale_of_the_features_does_not_matter_unless_they_are_not_standardi
     assert unscaled[0] != unscaled[1]
 
 
-@all_probes
+@pytest.mark.parametrize("probe", slow_after(1, PROBES.values()), ids=PROBES)
 def test_permuted_labels_give_chance(probe):
     """8 permutations of 500 images in 4 classes: their mean has a standard deviation of 0.7 points."""
     scores = []

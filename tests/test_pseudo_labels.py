@@ -104,7 +104,15 @@ PRETRAINED = SHORT.vary(
 PSEUDO = SHORT.vary(init=PRETRAINED, unlabelled=True, pseudo_labels=partial(label_spreading, neighbors=5))
 
 
-def test_run_trains_on_pseudo_labels_of_all_images_and_never_sees_their_true_labels(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """The folder of the finished run PRETRAINED. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    fit(PRETRAINED, folder)
+    return folder
+
+
+def test_run_trains_on_pseudo_labels_of_all_images_and_never_sees_their_true_labels(pretrained, tmp_path, monkeypatch):
     calls, training = [], {}
 
     def from_pixels(model, labelled, unlabelled, **options):
@@ -123,7 +131,7 @@ def test_run_trains_on_pseudo_labels_of_all_images_and_never_sees_their_true_lab
         return batch
 
     monkeypatch.setattr(loop.Training, "next_batch", observe)
-    record = fit(SHORT.vary(init=PRETRAINED, unlabelled=True, pseudo_labels=from_pixels), tmp_path)
+    record = fit(SHORT.vary(init=PRETRAINED, unlabelled=True, pseudo_labels=from_pixels), tmp_path, init=pretrained)
     total = len(digits().train) - 100
     assert calls == [(50, total, [0])] and record.unlabelled == total and record.labels == 50
     assert torch.equal(training["images"].labels, (training["images"].images.sum((1, 2, 3)) % 10).long())
@@ -169,14 +177,14 @@ def test_dependency_with_pseudo_labels_uses_as_many_labels_as_the_run_that_needs
     ],
     ids=["one too few", "float", "list", "no class"],
 )
-def test_wrong_pseudo_labels_are_refused(made, message, tmp_path, monkeypatch):
+def test_wrong_pseudo_labels_are_refused(made, message, pretrained, tmp_path, monkeypatch):
     def wrong(model, labelled, unlabelled):
         return made(torch.zeros(len(unlabelled), dtype=torch.int64))
 
     wrong.__module__, wrong.__qualname__ = "smallvit.pseudo_labels", "label_spreading"
     monkeypatch.setattr("smallvit.pseudo_labels.label_spreading", wrong)
     with pytest.raises(ValueError, match=message):
-        fit(SHORT.vary(init=PRETRAINED, unlabelled=True, pseudo_labels=wrong), tmp_path)
+        fit(SHORT.vary(init=PRETRAINED, unlabelled=True, pseudo_labels=wrong), tmp_path, init=pretrained)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_recipe_without_records_has_an_expectation_and_no_results(path):
     assert not path.with_suffix(".md").exists()
 
 
-QUICK = [path for path in PUBLISHED if path.stem in ("spt_lsa", "mae", "optimizers", "distill")]  # few records
+QUICK = [path for path in PUBLISHED if path.stem in ("mae", "optimizers", "distill")]  # few records
 
 
 @pytest.mark.parametrize("path", slow_but(QUICK, PUBLISHED), ids=lambda path: path.stem)

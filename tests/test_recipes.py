@@ -29,7 +29,7 @@ def each(paths, quick=None):
     return pytest.mark.parametrize("path", [pytest.param(path, marks=marks[path], id=path.stem) for path in paths])
 
 
-QUICK = ("quickstart", "spt_lsa", "records")  # few records or dependencies
+QUICK = ("quickstart", "records")  # few records or dependencies
 
 
 DOWNLOADS = {  # recipes on data sets that must be downloaded, with what is there if that was done

@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import randomize
+from toys import randomize, slow_after, slow_but
 
 from smallvit import LeNet, Pixels, ResNet, SmallCNN, initialize
 from smallvit.flops import footprint
@@ -139,8 +139,7 @@ def test_bad_input_is_refused(wrong, key_words):
 # ResNet
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet10t"])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("name", "channels"), slow_after(2, [("resnet18", 1), ("resnet10t", 3), ("resnet18", 3), ("resnet10t", 1)]))
 def test_resnet_with_the_full_stem_equals_timm(name, channels):
     mine = randomize(ResNet((28, 28), channels, 5, name=name, small_stem=False)).eval()
     theirs = timm.create_model(name, in_chans=channels, num_classes=5).eval()
@@ -152,7 +151,7 @@ def test_resnet_with_the_full_stem_equals_timm(name, channels):
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet10t", "resnet50_gn"])
-@pytest.mark.parametrize("image", [(28, 28), (32, 80), (63, 63)])
+@pytest.mark.parametrize("image", slow_but(((63, 63),), [(28, 28), (32, 80), (63, 63)]))
 def test_small_image_keeps_its_size_up_to_the_first_stage(name, image):
     with torch.device("meta"):
         model = ResNet(image, 2, 5, name=name)

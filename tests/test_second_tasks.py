@@ -269,7 +269,8 @@ def test_records_of_a_stack_and_of_the_native_kernel_agree_with_single_runs(name
     assert native.curve[-1][1] == pytest.approx(together[0].curve[-1][1], abs=1e-3)
 
 
-@one_quickly
+@pytest.mark.slow
+@each
 def test_resumed_run_ends_with_equal_weights(name, tmp_path, monkeypatch):
     run = SHORT.vary(objective=SECOND[name])
     fit(run, tmp_path / "whole")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from test_stack import training as double_training
 from torch.nn import functional as F
-from toys import TINY_VIT, randomize, tiny_vit
+from toys import TINY_VIT, randomize, slow_after, tiny_vit
 
 from smallvit import (
     DINO,
@@ -109,7 +109,7 @@ def unlabelled_loss_by_hand(weak_logits, logits, shares, mean, o, progress):
     return weight * total / len(logits)
 
 
-@pytest.mark.parametrize("progress", [0.3, 1.0])
+@pytest.mark.parametrize("progress", slow_after(1, [0.3, 1.0]))
 @each_paper
 def test_loss_is_that_of_the_equations(options, progress):
     objective, o = make(options), options.keywords
@@ -438,7 +438,7 @@ def test_interrupted_run_ends_with_the_same_bits(tmp_path, monkeypatch):
     assert same(*(load_file(tmp_path / name / WEIGHTS) for name in ("whole", "resumed")))
 
 
-@pytest.mark.parametrize("options", [PAPERS["pseudo-labels"], ALL], ids=["pseudo-labels", "all options"])
+@pytest.mark.parametrize("options", slow_after(1, [ALL, PAPERS["pseudo-labels"]]), ids=["all options", "pseudo-labels"])
 def test_stack_takes_the_same_steps_as_its_members_alone(options, monkeypatch):
     def cross_entropy(logits, targets):
         return -(targets * logits.log_softmax(-1)).sum(-1).mean()

@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import TINY_VIT
+from toys import TINY_VIT, slow_after
 
 from smallvit import ArmRun, Run, ablate
 from smallvit.__main__ import main
@@ -54,9 +54,12 @@ def recipes(draw) -> tuple[list[ArmRun], list[ArmRun]]:
     return recipe, draw(st.lists(st.sampled_from(recipe), min_size=1, unique_by=id))
 
 
-@settings(max_examples=40, deadline=None)
-@given(recipes(), st.integers(1, 12), st.integers(1, 3))
-def test_shards_are_disjoint_complete_and_need_nothing_from_each_other(recipe_and_runs, count, stack):
+@pytest.mark.parametrize("examples", slow_after(1, [15, 40]))
+def test_shards_are_disjoint_complete_and_need_nothing_from_each_other(examples):
+    settings(max_examples=examples, deadline=None)(given(recipes(), st.integers(1, 12), st.integers(1, 3))(check_shards))()
+
+
+def check_shards(recipe_and_runs, count, stack):
     recipe, runs = recipe_and_runs
     shards = divide(runs, recipe, count, stack)
     assert len(shards) == count

@@ -95,7 +95,7 @@ def double_cross_entropy(logits, targets, weights=None):
     slow_after(1, [((0.3, 3, 1), (50, 50, 50)), ((1, 1, 1), (50, 50, 50)), ((1, 1, 1), (10, 400, None))]),
     ids=["three rates", "equal", "three numbers of labels"],
 )
-@pytest.mark.parametrize("run", slow_after(3, STACKABLE.values()), ids=STACKABLE)
+@pytest.mark.parametrize("run", slow_after(1, STACKABLE.values()), ids=STACKABLE)
 def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, labels, monkeypatch):
     monkeypatch.setattr("smallvit.objectives.supervised.cross_entropy", double_cross_entropy)
     runs = [run.vary(lr=rate * run.lr, labels=count) for rate, count in zip(rates, labels)]
@@ -124,7 +124,7 @@ def test_stack_takes_the_same_steps_as_its_members_alone(run, rates, labels, mon
 
 def distilled(**options) -> Run:
     pool = {"pool": DistilledTokens} if "token" in options else {}
-    return SHORT.vary(objective=partial(Distill, **options), teacher=SHORT.vary(model=SmallCNN), **pool)
+    return SHORT.vary(objective=partial(Distill, **options), steps=6, teacher=SHORT.vary(model=SmallCNN, steps=6), **pool)
 
 
 SEMI = partial(SemiSupervised, weak=augment.digits(0.3), strong=augment.strong_digits(), threshold=0.5)
@@ -143,7 +143,7 @@ def members_of(run: Run, seeds=(3, 1, 4), labels=(50, 50, 50)) -> list[Training]
 
 
 @pytest.mark.parametrize("labels", [(50, 50, 50), (10, 400, None)], ids=["equal", "three numbers of labels"])
-@pytest.mark.parametrize("name", slow_after(2, DRAWN))
+@pytest.mark.parametrize("name", slow_after(1, DRAWN))
 def test_batches_that_are_drawn_together_are_those_of_each_run_bit_for_bit(name, labels):
     alone, together = members_of(DRAWN[name], labels=labels), members_of(DRAWN[name], labels=labels)
     stack = Stack(together)
@@ -237,6 +237,7 @@ def interrupt(runs, folders, monkeypatch):
             fit_stacked(runs, folders)
 
 
+@pytest.mark.slow  # test_integrity has the same for a stack that is killed after its first checkpoint
 def test_resumed_stack_ends_with_equal_weights(tmp_path, monkeypatch):
     (runs, whole), (_, broken) = seeds_of(SHORT, 2, tmp_path / "whole"), seeds_of(SHORT, 2, tmp_path / "broken")
     fit_stacked(runs, whole)
@@ -269,7 +270,7 @@ def test_run_that_cannot_be_stacked_is_trained_once_although_one_of_its_group_di
 
 
 def test_run_that_is_further_than_the_others_is_trained_alone(tmp_path):
-    runs, folders = seeds_of(SHORT, 2, tmp_path)
+    runs, folders = seeds_of(SHORT.vary(steps=6), 2, tmp_path)
     with fit_module.prepare_training(runs[0], folders[0], fit_module.NO_TAGS, "cpu", None, None) as (ahead, _):
         ahead.objective.train()
         ahead.train_step()
@@ -331,8 +332,8 @@ def test_checkpoint_of_a_stack_is_as_small_as_those_of_its_runs_alone(tmp_path, 
 @pytest.mark.parametrize(
     "run, reason",
     [
-        (SHORT.vary(dropout=0.1), "random"),
-        (SHORT.vary(drop_path=0.1), "random"),
+        (SHORT.vary(dropout=0.1, steps=6), "random"),
+        pytest.param(SHORT.vary(drop_path=0.1, steps=6), "random", marks=pytest.mark.slow),
         (SHORT.vary(early_stop=2), "early_stop"),
         (SHORT.vary(init=SHORT, steps=0), "nothing to train"),
         (SHORT.vary(objective=partial(DINO, prototypes=16), augment=augment.digit_crops(local=0)), "DINO changes state"),
@@ -380,7 +381,7 @@ def test_members_whose_gradients_differ_from_those_alone_are_not_stacked(factor,
 
 
 def test_batch_normalization_in_the_pool_is_stacked_in_half_precision(tmp_path):
-    runs, folders = seeds_of(SHORT.vary(pool=Projected, precision="bf16"), 2, tmp_path)
+    runs, folders = seeds_of(SHORT.vary(pool=Projected, precision="bf16", steps=6), 2, tmp_path)
     records = fit_stacked(runs, folders)
     assert [r.stacked for r in records] == [2, 2]
     alone = fit(runs[1], tmp_path / "alone")
@@ -388,7 +389,7 @@ def test_batch_normalization_in_the_pool_is_stacked_in_half_precision(tmp_path):
 
 
 def test_a_learning_rate_of_0_trains_nothing_in_a_stack(tmp_path):
-    runs, folders = seeds_of(SHORT.vary(lr=0.0), 2, tmp_path)
+    runs, folders = seeds_of(SHORT.vary(lr=0.0, steps=4), 2, tmp_path)
     assert [r.stacked for r in fit_stacked(runs, folders)] == [2, 2]
     fit(runs[1], tmp_path / "alone")
     assert_equal_weights(tmp_path / "alone", folders[1])
@@ -457,7 +458,7 @@ def test_stack_size_is_measured_and_leaves_no_worker_idle(monkeypatch):
     assert autotune.stack_size(runs, jobs=1, device="cpu")[0] == 1
 
 
-@pytest.mark.parametrize("steps, expected, milliseconds", [(12, 4, 750), (1_200, 1, 995)])
+@pytest.mark.parametrize("steps, expected, milliseconds", slow_after(1, [(12, 4, 750), (1_200, 1, 995)]))
 def test_stack_size_weighs_all_kinds_of_runs_by_their_steps(steps, expected, milliseconds, monkeypatch):
     start = SHORT.vary(objective=partial(DINO, prototypes=16), augment=augment.digit_crops(local=0), clip=0.0, ema=0.0)
     as_if(monkeypatch, root)  # DINO cannot be stacked

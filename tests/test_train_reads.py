@@ -17,7 +17,7 @@ from smallvit.train.fit import Tags
 from smallvit.train.loop import Training
 from smallvit.train.read_log import log_test_read
 
-SHORT = Run(model=TINY_VIT, labels=50, val=40, steps=12, batch=8, augment=augment.digits())
+SHORT = Run(model=TINY_VIT, labels=50, val=40, steps=6, batch=8, augment=augment.digits())
 
 
 LEAKY = """

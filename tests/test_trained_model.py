@@ -33,7 +33,7 @@ from smallvit.data.images import HeldOut
 from smallvit.deploy.predict import predict_files
 from smallvit.record import RECORD, WEIGHTS, checksum, read_record
 
-SHORT = Run(model=TINY_VIT, labels=300, val=50, steps=200, batch=32, lr=4e-3, augment=augment.digits())
+SHORT = Run(model=TINY_VIT, labels=300, val=50, steps=100, batch=32, lr=4e-3, augment=augment.digits())
 RUNS = {"CNN": SHORT.vary(model=SmallCNN, steps=60), "ViT": SHORT}
 
 
@@ -229,7 +229,7 @@ WITHOUT_CLASSES = {
 }
 
 
-@pytest.mark.parametrize("kind", WITHOUT_CLASSES)
+@pytest.mark.parametrize("kind", slow_but(("pixels", "untrained", "frozen MAE"), WITHOUT_CLASSES))
 def test_model_without_a_trained_head_does_not_predict(kind, tmp_path):
     fit(WITHOUT_CLASSES[kind], tmp_path)
     trained_model = load(tmp_path)

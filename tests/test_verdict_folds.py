@@ -489,6 +489,7 @@ def test_runs_of_folds_of_a_part_test_every_image_of_the_part_once(own_images, t
         pooled([r for r in found if (r.arm, r.seed) != ("b", 3)] + other)
 
 
+@pytest.mark.slow
 def test_run_on_a_fold_of_a_part_is_resumed_bitwise(own_images, tmp_path, monkeypatch):
     run = two_arms(own_images, test=0.5)[1].run
     monkeypatch.setattr("smallvit.train.loop.CHECKPOINT_SECONDS", 0.0)

@@ -1,5 +1,6 @@
 """ViT and Block: all combinations of slots, the equations of a block, the model's interface, initial weights and error messages."""
 
+import functools
 import inspect
 import io
 from collections.abc import Callable
@@ -235,12 +236,21 @@ def behavior(c, **options):
     return {**module.state_dict(), "output": output.detach()}
 
 
+@functools.cache
+def default_behavior(c):
+    default, again = behavior(c), behavior(c)
+    assert default.keys() == again.keys() and all(torch.equal(default[key], again[key]) for key in default)
+    return default
+
+
 @pytest.mark.parametrize(
-    ("c", "name"), [(c, name) for c in OTHER for name in OTHER[c]], ids=lambda part: getattr(part, "__name__", part)
+    ("c", "name"),
+    # the options of a ResNet, which is large, are compared with those of timm in test_references
+    [pytest.param(c, name, marks=pytest.mark.slow if c is ResNet else ()) for c in OTHER for name in OTHER[c]],
+    ids=lambda part: getattr(part, "__name__", part),
 )
 def test_every_argument_has_an_effect(c, name):
-    default, again, other = behavior(c), behavior(c), behavior(c, **{name: OTHER[c][name]})
-    assert default.keys() == again.keys() and all(torch.equal(default[key], again[key]) for key in default)
+    default, other = default_behavior(c), behavior(c, **{name: OTHER[c][name]})
     equal = default.keys() == other.keys() and all(
         default[key].shape == other[key].shape and torch.allclose(default[key], other[key], atol=1e-6) for key in default
     )

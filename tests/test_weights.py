@@ -421,6 +421,7 @@ def test_kernel_of_other_channels_or_patches_is_refused(tmp_path, name, options)
             Weights(name=TINY, file=write_file(model, kind, tmp_path)).load(tiny(224, 3), 0.5, 0.5)
 
 
+@pytest.mark.slow
 def test_head_of_other_classes_in_an_npz_is_not_loaded(tmp_path):
     model = random_weights(timm.create_model("vit_tiny_patch16_224", num_classes=30))
     report = Weights(name=TINY, file=write_file(model, "npz", tmp_path)).load(tiny(224, 3, 1000), 0.5, 0.5)
