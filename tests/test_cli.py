@@ -114,6 +114,12 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     write_records(workdir / "mine.jsonl", other)
     assert main(["verify", "mine.py", "--jobs", "1"]) == 1
     assert "FAILED, the same weights score" in capsys.readouterr().out
+    Path("mine.py").write_text(Path("mine.py").read_text().replace("batch=8", "batch=9"))
+    sys.modules.pop("recipes.mine", None)
+    assert main(["verify", "mine.py", "--jobs", "1"]) == 1
+    shown = capsys.readouterr()
+    assert "scratch at 20 labels, seed 0: not trained, because the recipe has changed: settings: batch was 8 and is 9" in shown.out
+    assert "training" not in shown.err and "NOT verified" in shown.out
 
 
 @pytest.mark.slow

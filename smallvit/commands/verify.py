@@ -12,6 +12,8 @@ from smallvit.numerics import Numerics, parse_numerics
 from smallvit.recipe import filter_value, find_recipe, load_recipe, only
 from smallvit.record import Record, code, read_records
 from smallvit.report import compare_with_committed
+from smallvit.report.reproduce import setting_changes
+from smallvit.run import describe, fingerprint
 from smallvit.words import how_many
 
 from .stored import check_out, with_present_names
@@ -47,8 +49,17 @@ def main(options: argparse.Namespace) -> int:
         print(f"{without} of {len(module.RUNS)} runs of the recipe have no committed record, so they cannot be verified")
     filters = [*options.only, *([f"labels={options.labels}"] if options.labels else [])]
     requested = runs_to_verify(published_runs, filters, options.seeds)
+    same = []
+    for entry in requested:
+        old = recorded[key(entry)]
+        if old.fingerprint == fingerprint(entry.run):
+            same.append(entry)
+        else:
+            changes = setting_changes(old.run, describe(entry.run))
+            place = f"{entry.arm} at {entry.condition}, {entry.seed_text}"
+            print(f"{place}: not trained, because the recipe has changed: {changes}")
     again: dict[tuple, Record] = {}
-    for (numerics, stack), group in launches(requested, published_runs, recorded, given).items():
+    for (numerics, stack), group in launches(same, published_runs, recorded, given).items():
         settings = f"{numerics.describe()}{f' stack {stack}' if stack > 1 else ''}".replace(", ", "-").replace(" ", "-")
         done = launch(
             group,
@@ -63,10 +74,11 @@ def main(options: argparse.Namespace) -> int:
             retry=True,
         )
         again |= {key(record): record for record in done}
-    compared = [again[key(entry)] for entry in requested if key(entry) in again]
+    compared = [again[key(entry)] for entry in same if key(entry) in again]
     lines, agree = compare_with_committed(committed, compared)
-    print("\n".join(lines))
-    if left := len(requested) - len(compared):
+    print("\n".join(lines), end="\n" * bool(lines))
+    agree &= len(same) == len(requested)
+    if left := len(same) - len(compared):
         runs_are = how_many(left, "run is", "runs are")
         print(f"{runs_are} being trained by another process; start the command again when it has ended")
         agree = False

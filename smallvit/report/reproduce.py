@@ -208,15 +208,20 @@ def input_changes(old: Record, new: Record) -> list[str]:
     """
     changes = []
     if old.fingerprint != new.fingerprint:
-        before, now = flatten(old.run), flatten(new.run)
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        shown = [f"{name} was {before.get(name)!r:.60} and is {now.get(name)!r:.60}" for name in names[:5]]
-        changes.append("settings: " + (", ".join(shown) or "other code in the recipe"))
+        changes.append(setting_changes(old.run, new.run))
     for name, words in (("data_sha256", "the data set has other pixels or labels"), ("subset_sha256", "other labelled images")):
         before, now = getattr(old, name), getattr(new, name)
         if before is not None and now != before:
             changes.append(words)
     return changes
+
+
+def setting_changes(old: dict, new: dict) -> str:
+    """Return a text that says in which settings two runs differ. `old` and `new` are these settings, as records have them."""
+    before, now = flatten(old), flatten(new)
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name) and not name.endswith("recipe_sha256")]
+    shown = [f"{name} was {before.get(name)!r:.60} and is {now.get(name)!r:.60}" for name in names[:5]]
+    return "settings: " + (", ".join(shown) or "other code in the recipe")
 
 
 def flatten(plain: dict | list, prefix: str = "") -> dict[str, object]:
