@@ -588,7 +588,7 @@ def test_what_does_not_fit_the_patch_term_is_refused(options, message):
 # Models that are wrapped or changed after the objective was made
 
 
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile], ids=["checkpoint", "compile"])
+@pytest.mark.parametrize("wrap", slow_after(1, [checkpoint_wrapper, torch.compile]), ids=["checkpoint", "compile"])
 def test_the_teacher_follows_a_student_whose_parts_are_wrapped(wrap):
     dino = make_dino(VIT, momentum=0.0)
     student = dict(dino.student.named_parameters())
