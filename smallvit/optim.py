@@ -311,10 +311,12 @@ def module_pairs(ema: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.M
     averaged, present = modules_by_name(ema), modules_by_name(model)
     for name in averaged | present:
         own, other = (tensor_shapes(modules[name]) if name in modules else {} for modules in (averaged, present))
-        if own != other:
+        buffers = [modules[name]._buffers for modules in (averaged, present) if name in modules]
+        unfilled = {key for part in buffers for key, buffer in part.items() if buffer is None}  # made when first needed
+        if any(own.get(key) != other.get(key) for key in (own | other).keys() - unfilled):
             raise ValueError(
                 f"the model and its moving average differ in {name or 'the outermost module'}: tensors of the shapes {other} "
-                f"and {own}; change a model, for example for LoRA, before its average is made, as by DINO(model)"
+                f"and {own}; change the parts of a model, for example for LoRA, before its average is made, as by DINO(model)"
             )
     return [(averaged[name], present[name]) for name in averaged if name in present]
 
@@ -342,7 +344,8 @@ def tensors_in(pairs: list[tuple[nn.Module, nn.Module]]) -> list[tuple[Tensor, T
     found: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor that two modules share is one pair
     for ema, model in pairs:
         for own, other in ((ema._parameters, model._parameters), (ema._buffers, model._buffers)):
-            found |= {id(tensor): (tensor, other[name]) for name, tensor in own.items() if tensor is not None}  # pyright: ignore
+            filled = [name for name, tensor in own.items() if tensor is not None and other[name] is not None]
+            found |= {id(own[name]): (own[name], other[name]) for name in filled}  # pyright: ignore
     return [*found.values()]
 
 

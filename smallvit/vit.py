@@ -504,11 +504,12 @@ def reset_module(module: Any):
     """Initialize the weights of one module, in place. A linear layer gets Xavier-uniform weights and zero bias. Other modules
     are initialized by their method `reset_parameters`.
     """
-    parametrized = sorted(getattr(module, "parametrizations", {}))
-    if parametrized and not (isinstance(module, nn.Linear) and parametrized == ["weight"]):
+    parametrized = getattr(module, "parametrizations", {})
+    invertible = all(hasattr(part, "right_inverse") for parts in parametrized.values() for part in parts)
+    if parametrized and not (isinstance(module, nn.Linear) and [*parametrized] == ["weight"] and invertible):
         raise ValueError(
-            f"{parametrized[0]} of a {type(module).__mro__[1].__name__} has a parametrization, such as weight norm, so it "
-            "cannot be initialized again; add the parametrization after initialize(model)"
+            f"{sorted(parametrized)[0]} of a {type(module).__mro__[1].__name__} has a parametrization, such as weight norm, so "
+            "it cannot be initialized again; put it into a class of your own, whose weights are kept"
         )
     if isinstance(module, nn.Linear):
         weight = torch.empty_like(module.weight) if parametrized else module.weight

@@ -13,7 +13,7 @@ RECIPE = '''"""Parts that break their contract."""
 from dataclasses import dataclass
 import torch
 from torch import nn
-from smallvit import Run, ablate, accuracy, digits
+from smallvit import Run, ablate, accuracy, digits, knn
 
 class Centered(nn.Module):
     """A linear model of images from which a mean is subtracted that it learns in training."""
@@ -41,6 +41,57 @@ class Counting:
     def __call__(self, batch, generator):
         return batch
 
+class Cached(Centered):
+    """It keeps a table that is made when the model is evaluated."""
+
+    def forward(self, x):
+        if not self.training:
+            self.register_buffer("table", torch.zeros(len(x), 1), persistent=False)
+        return super().forward(x)
+
+class Lazy(Centered):
+    """It has a table that its first step makes."""
+
+    def __init__(self, image, channels, classes):
+        super().__init__(image, channels, classes)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.zeros(1)
+        return super().forward(x)
+
+class Fixed(nn.Module):
+    """It has no parameters."""
+
+    def __init__(self, image, channels, classes):
+        super().__init__()
+
+    def features(self, x):
+        return x.flatten(1)
+
+    def forward(self, x):
+        return x.flatten(1)[:, :10]
+
+class Late(Centered):
+    """It makes a buffer that is saved in its first step."""
+
+    def forward(self, x):
+        if self.training and not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(1))
+        return super().forward(x)
+
+def from_timm(image, channels, classes):
+    import timm
+    return timm.models.VisionTransformer(img_size=image, patch_size=4, in_chans=channels, num_classes=classes, embed_dim=8, depth=1,
+                                         num_heads=2)
+
+def text(model, splits):
+    yield "text", "0.5"
+
+def pairs(model, splits):
+    return [["score", 0.5]]
+
 def nothing(model, splits):
     yield from ()
 
@@ -64,7 +115,9 @@ def pair():
 run = Run(data=digits, model=Centered, steps=4, batch=8, lr=1e-2, ema=0.0, val=20)
 arms = {"saved": run, "buffer": run.vary(persistent=False), "number": run.vary(number=True), "noise": run.vary(noise=0.1)}
 arms |= {"average": run.vary(persistent=False, ema=0.05), "tuple": run.vary(model=Pair), "data": run.vary(data=pair)}
-arms |= {each.__name__: run.vary(evaluators=(each,)) for each in (nothing, plain, dictionary, single)}
+arms |= {each.__name__: run.vary(evaluators=(each,)) for each in (nothing, plain, dictionary, single, text, pairs)}
+arms |= {"timm": run.vary(model=from_timm), "untrained timm": run.vary(model=from_timm, steps=0), "cached": run.vary(model=Cached)}
+arms |= {"fixed": run.vary(model=Fixed, steps=0, evaluators=(knn,)), "late": run.vary(model=Late), "lazy": run.vary(model=Lazy, ema=0.1)}
 arms |= {"destroys": run.vary(evaluators=(accuracy, destroys))}
 RUNS = ablate(arms, labels=[50], seeds=range(1), references=False)
 '''
@@ -87,6 +140,12 @@ def test_model_of_your_own_is_trained_scored_and_loaded(arm, arms, tmp_path):
     assert record.test["accuracy"] == pytest.approx(right.item(), abs=1e-6 if arm == "saved" else 0.05)
 
 
+@pytest.mark.parametrize("arm", ["timm", "untrained timm", "cached", "lazy", "fixed", "pairs"])
+def test_other_models_and_evaluators_of_your_own_are_not_refused(arm, arms, tmp_path):
+    record = fit(arms[arm], tmp_path / "run")
+    assert record.finished and record.test[record.score] >= 0
+
+
 @pytest.mark.parametrize(
     ("arm", "message"),
     [
@@ -96,6 +155,8 @@ def test_model_of_your_own_is_trained_scored_and_loaded(arm, arms, tmp_path):
         ("tuple", "the model gave a tuple; expected a tensor of logits"),
         ("nothing", r"nothing judges the run and has given no number; expected at least one pair \(name, number\)"),
         ("plain", "plain gave 0.5; expected pairs"),
+        ("text", r"text gave \('text', '0.5'\); expected pairs"),
+        ("late", "the trained model has other weights than a new one, .*: seen; expected a model that makes all"),
         ("dictionary", r"dictionary gave {'score': 0.5}; expected pairs"),
         ("single", r"single gave 0.5; expected pairs \(name, number\), such as yield"),
         ("destroys", "destroys has changed the model, which others are still to judge; change a copy"),

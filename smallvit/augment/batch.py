@@ -40,17 +40,16 @@ class Transform:
     the batch (`change`). Several batches can therefore be changed at once, which is faster, while each has random numbers of
     its own: draw for each of them, `concatenate` the numbers and the batches, and change the result.
 
-    off         True if the options turn the transform off; by default, if `probability` is 0. Then `draw` and `change` must not
-                be called.
+    off         True if the options turn the transform off; by default, if its option `probability` is 0. Then `draw` and
+                `change` must not be called.
     in_place    True if `change` overwrites the images of the batch
     """
 
-    probability: float
     in_place = False
 
     @property
     def off(self) -> bool:
-        return not self.probability
+        return not getattr(self, "probability", 1.0)
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         """Return random numbers for images of a `shape` (batch, channels, height, width). `generator` is the random number
@@ -81,6 +80,8 @@ class Transform:
 
 class ChosenTransform(Transform):
     """Base class of the transforms that change randomly chosen images. Each image is chosen with the option `probability`."""
+
+    probability: float
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         return {"chosen": torch.rand(shape[0], generator=generator, **ON_CPU) < self.probability}

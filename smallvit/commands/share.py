@@ -17,11 +17,11 @@ def main(options: argparse.Namespace) -> int:
     """
     run = one_folder(find_folders(options), options, "choose one with --seed")
     records = other_seeds(Path(run))
+    for path in local_paths(read_record(Path(run))):
+        print(f"note: {path} is a path of this machine; others can read it in record.json", file=sys.stderr)
     place = share(
         run, options.target, records=records, license=options.license, onnx=options.onnx, private=options.private
     )
-    for path in local_paths(read_record(Path(run))):
-        print(f"note: {path} is a path of this machine; others can read it in record.json", file=sys.stderr)
     print(f"shared: {place}\nload it with: smallvit.load({options.target!r})")
     return 0
 

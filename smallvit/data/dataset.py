@@ -87,9 +87,12 @@ class Dataset:
     def keep(self, chosen: Tensor) -> "Dataset":
         """Return the data set with some of the training images only, with their groups. With folds, these are the images that
         are divided. `chosen` is a boolean tensor with a value for each of the images in `train`, True for those that stay.
+        Without folds, pixels are still normalized by all training images.
 
-        Raises    ValueError for another tensor.
+        Raises    ValueError for another tensor, and for one fold of a data set.
         """
+        if self.whole is not None:
+            raise ValueError(f"{self.spec.name} is one fold of a data set; leave out images of the whole one, before at_seed")
         if chosen.dtype != torch.bool or chosen.shape != (len(self.train),):
             raise ValueError(
                 f"chosen is {chosen.dtype} of shape {tuple(chosen.shape)}; expected torch.bool of shape ({len(self.train)},), "

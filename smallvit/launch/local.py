@@ -48,6 +48,7 @@ class LocalEngine(Engine):
         self.slots = max(1, min(len(gpus) or jobs or cores(), groups))
         allow_open_files(self.slots)
         context = get_context("spawn") if gpus else process_context(settings.device)
+        self.forks = context.get_start_method() == "forkserver"
         variables = [{VISIBLE: gpu} for gpu in gpus] or [{}] * self.slots
         self.workers = [Worker(context, settings, variables[slot]) for slot in range(self.slots)]
         self.busy: dict[Future, Worker] = {}
@@ -74,7 +75,7 @@ class LocalEngine(Engine):
         return [(worker.group, worker.progress[0]) for worker in self.busy.values()]
 
     def close(self):
-        if any(worker.progress[0] < 0 for worker in self.workers):
+        if self.forks and any(worker.progress[0] < 0 for worker in self.workers):
             kill_server()
         for worker in self.workers:
             worker.kill()
@@ -129,7 +130,7 @@ def process_context(device: str) -> Any:
 def kill_server():
     """Kill the server process from which workers are forked. If it is still importing torch, it would otherwise fork a worker
     after the command was stopped, and the traceback of this worker would appear in the terminal. The next worker starts another
-    server.
+    server. Other pools of this process whose workers are forked from the same server end, too.
     """
     from multiprocessing import forkserver
 

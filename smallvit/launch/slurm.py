@@ -140,7 +140,7 @@ def submit(options: argparse.Namespace, recipe: str, out: Path, runs: Sequence[A
     except ValueError as error:
         raise ValueError(
             f"the training was submitted as {array}, but the job that writes the report was not: {error}; "
-            f"write it yourself when they have ended: {again}; or cancel them: {stop}"
+            f"write it yourself when it has ended: {again}; or cancel it: {stop}"
         ) from error
     jobs = how_many(len(left), "job")
     print(f"submitted: {jobs} ({array}) for {how_many(len(entries), 'run')}; then one ({report}) writes the report")

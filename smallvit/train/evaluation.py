@@ -84,19 +84,26 @@ def evaluate(run: Run, model: nn.Module, subset: Subset, test: HeldOut | None, n
 
 def reported(evaluator: Any, model: nn.Module, splits: Splits) -> Iterator[tuple[str, Any]]:
     """Yield the pairs (name, number) that an evaluator gives for a model and images. Raise ValueError if it gives something
-    else, and if it changes the parameters or buffers of the model.
+    else, and if it changes the saved tensors of the model.
     """
     title = function(evaluator).__name__
-    before = [(id(tensor), tensor._version) for tensor in [*model.parameters(), *model.buffers()]]
+    before = versions(model)
     found = evaluator(model, splits)
     if isinstance(found, dict) or not isinstance(found, Iterable):
         found = [found]
     for pair in found:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+        pairs = isinstance(pair, tuple | list) and len(pair) == 2
+        if not (pairs and isinstance(pair[0], str) and hasattr(pair[1], "__float__")):
             raise ValueError(f"{title} gave {pair!r:.60}; expected pairs (name, number), such as yield 'my_score', 0.5")
-        yield pair
-    if before != [(id(tensor), tensor._version) for tensor in [*model.parameters(), *model.buffers()]]:
+        yield pair[0], pair[1]
+    if before != versions(model):
         raise ValueError(f"{title} has changed the model, which others are still to judge; change a copy: copy.deepcopy(model)")
+
+
+def versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Return for each saved tensor of a model which object it is, and how often it was changed in place."""
+    saved = model.state_dict(keep_vars=True).values()
+    return [(id(one), -1 if one.is_inference() else one._version) for one in saved if isinstance(one, torch.Tensor)]
 
 
 def evaluation_numerics(model: nn.Module, numerics: Numerics, images: Images) -> Numerics:

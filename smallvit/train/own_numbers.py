@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from smallvit.optimizers import Optimizer
 from smallvit.vit import is_builtin
 
+PARTS = nn.Module, torch.optim.Optimizer, Optimizer
 Numbers = dict[str, float]  # by the name of the attribute
 
 
@@ -14,8 +17,7 @@ def own_parts(objective: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     """Return the modules of an objective, and its optimizer, whose classes are a user's own, as a dict from their names."""
     parts = {f"objective.{name}".rstrip("."): part for name, part in objective.named_modules()}
     parts |= {"optimizer": optimizer, "optimizer.base": vars(optimizer).get("base")} if optimizer is not None else {}
-    # `base` of an optimizer may also be a number, which has no attributes
-    return {name: part for name, part in parts.items() if hasattr(part, "__dict__") and not is_builtin(part)}
+    return {name: part for name, part in parts.items() if isinstance(part, PARTS) and not is_builtin(part)}
 
 
 def numbers_of(part: Any) -> Numbers:
@@ -32,7 +34,7 @@ def numbers_of(part: Any) -> Numbers:
 
 def places(part: Any) -> dict[str, dict[str, Any]]:
     """Return the dicts in which a module or an optimizer may keep numbers, by the beginning of the names of these numbers."""
-    groups = vars(part).get("param_groups", ())
+    groups = () if isinstance(part, nn.Module) else vars(part).get("param_groups", ())
     return {"": vars(part)} | {f"param_groups.{index}.": group for index, group in enumerate(groups)}
 
 

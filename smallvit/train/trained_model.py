@@ -288,20 +288,28 @@ def check_reloaded(model: nn.Module, run: Run, images: Images):
     """
     if not len(images) or all(map(is_builtin, model.modules())):
         return
-    spec, kind = images.spec, "logits" if trains_classifier(run) else "features"
-    with torch_defaults():
-        again = run.model(spec.size, spec.channels, len(spec.classes))
-    again.load_state_dict(model.state_dict())
-    again.to(next(model.parameters()).device)
-    pixels = next(images.batches(CHECKED, device=next(model.parameters()).device))[0]
+    spec = images.spec
+    kind = "features" if not trains_classifier(run) and hasattr(model, "features") else "logits"
     found = []
-    for _ in range(2):
-        for one in (model, again):
-            with frozen(one), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # a model may draw random numbers also when it is evaluated
+    with frozen(model) as reference:
+        device = reference.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # evaluators may draw afterwards
+        with torch_defaults():
+            again = run.model(spec.size, spec.channels, len(spec.classes))
+        if wrong := sorted(name for name, _ in shapes_of(model).items() ^ shapes_of(again).items()):
+            raise ValueError(
+                "the trained model has other weights than a new one, so that load(folder) could not read them: "
+                f"{', '.join(wrong[:5]):.200}; expected a model that makes all parameters and buffers in its constructor"
+            )
+        again.load_state_dict(model.state_dict())
+        again.to(device)
+        pixels = next(images.batches(CHECKED))[0].to(reference)
+        for one in (model, again, model):
+            torch.manual_seed(0)  # a model may draw random numbers also when it is evaluated
+            with frozen(one):
                 output: Callable = one if kind == "logits" else one.features  # pyright: ignore
                 found.append(output(pixels))
-    scored, loaded, same, _ = found
+    scored, loaded, same = found
     limit = RELOADED * scored.abs().max()
     if not (scored - same).abs().max() <= limit:  # it changes from call to call, so nothing can be said
         return
