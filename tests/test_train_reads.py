@@ -187,7 +187,7 @@ def test_settings_of_an_arm_are_counted_over_all_runs_on_these_test_images(tmp_p
     assert settings() == 1
     assert settings(seed=1) == settings(labels=60) == 1, "another seed and more labels are no other settings"
     assert settings(lr=2e-3) == 2 and settings(arm="b", lr=2e-3) == 1
-    assert settings(lr=2e-3, seed=4) == 2 and settings(steps=6) == 3
+    assert settings(lr=2e-3, seed=4) == 2 and settings(steps=7) == 3
     assert settings(init=SHORT.vary(seed=3)) == 4 and settings(init=SHORT.vary(seed=4, labels=20), seed=4) == 4
     lines = [json.loads(line) for line in reads.read_text().splitlines()]
     assert len(lines) == 11 and {line["data"] for line in lines} == {digits().test.sha256}, "9 runs, 2 of which train another"
