@@ -266,10 +266,15 @@ def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Raises   ValueError for tokens without a batch, or in the form of an image.
     """
-    if qkv.ndim != 3:
-        raise ValueError(f"got tokens with {qkv.ndim} axes; expected 3, (batch, tokens, width): x[None] for a single image")
+    check_tokens(qkv)
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
+
+
+def check_tokens(x: Tensor):
+    """Raise ValueError for tokens without a batch, or in the form of an image."""
+    if x.ndim != 3:
+        raise ValueError(f"got tokens with {x.ndim} axes; expected 3, (batch, tokens, width): x[None] for a single image")
 
 
 def mask_diagonal(n: int, size: Tensor | None, mask: Tensor | None, device: torch.device) -> Tensor:

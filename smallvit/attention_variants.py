@@ -19,6 +19,7 @@ from smallvit.attention import (
     check_mask,
     check_rate,
     check_size,
+    check_tokens,
     logit_bias,
     mean_over_queries,
     split_heads,
@@ -78,8 +79,7 @@ class DifferentialAttention(nn.Module):
             self.lambda_init = lambda_at(context.layer)
 
     def forward(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None) -> AttentionOutput:
-        if x.ndim != 3:
-            raise ValueError(f"got tokens with {x.ndim} axes; expected 3, (batch, tokens, width): x[None] for a single image")
+        check_tokens(x)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         queries, keys = (part.unflatten(-1, (self.heads, 2, -1)).permute(3, 0, 2, 1, 4).unbind(0) for part in (q, k))
         v = v.unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -10,6 +10,7 @@ from typing import Any
 
 from smallvit.components import neutral_options, options
 from smallvit.run import Run
+from smallvit.words import how_many
 
 
 def seeds_of(passes: Iterable[int], folds: int) -> list[int]:
@@ -33,7 +34,7 @@ def run_count(seeds: Sequence[int], folds: int) -> str:
     over `folds` folds of a cross-validation has that many runs: `10 runs (2 passes of 5 folds)`. `seeds` are the seeds of all
     its runs; a seed occurs several times if the arm is trained in several conditions, such as numbers of labelled images.
     """
-    text = f"{len(seeds):,} run{'s' * (len(seeds) != 1)}"
+    text = how_many(len(seeds), "run")
     if not folds:
         return text
     passes, single = len(passes_of(seeds, folds)), len(set(seeds))

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "reference_runs": {
         "augment", "components", "evaluate", "objectives", "optimizers", "pretrained", "record", "references", "run", "tokenizers", "vit",
     },
-    "passes": {"components", "run"},
+    "passes": {"components", "run", "words"},
     "baselines": {"augment", "data", "run", "tokenizers", "vit"},
     "match": {"components", "flops", "pretrained", "run"},
     "run": {"components", "data", "evaluate", "objectives", "optimizers", "pretrained", "vit"},

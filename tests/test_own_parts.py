@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from smallvit import digits, fit, folder, load, load_recipe
+from smallvit import AdamW, digits, fit, folder, load, load_recipe
+from smallvit.train.own_numbers import replaces_others
 
 RECIPE = '''"""Parts that break their contract."""
 from dataclasses import dataclass
@@ -206,3 +207,10 @@ def test_training_images_are_left_out_together_with_their_groups(options, tmp_pa
     assert set(kept.train.files) == set(data.train.files) - {data.train.files[3]}
     with pytest.raises(ValueError, match=r"chosen is torch\.int64 .* expected torch\.bool"):
         data.keep(torch.arange(3))
+
+
+def test_numbers_of_a_checkpoint_replace_only_numbers():
+    optimizer = AdamW([{"params": [torch.nn.Parameter(torch.zeros(2))], "weight_decay": 0.0}])
+    assert not replaces_others(optimizer, {"calls": 1, "param_groups.0.calls": 1, "param_groups.0.weight_decay": 0.1})
+    for name in ("step", "param_groups", "param_groups.0.params"):
+        assert replaces_others(optimizer, {name: 1})

@@ -24,6 +24,7 @@ from smallvit.record import Record, code
 from smallvit.run import fingerprint
 from smallvit.trials import add_trial, trials, trials_file
 from smallvit.verdicts.score import score_named
+from smallvit.words import how_many
 
 from .stored import check_out
 
@@ -88,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
         score = score_named(done[0].score or "", bool(done[0].lower_is_better))
         mean = fmean(record.val_result for record in done)
         text = f"validation {score.title} {score.number(mean)}{'%' * score.percent}"
-        count, folds = f" ({len(done)} seed{'s' * (len(done) > 1)})", entries[0].run.folds
+        count, folds = f" ({how_many(len(done), 'seed')})", entries[0].run.folds
         count = f", {run_count([record.seed for record in done], folds)}" if folds else count
         print(f"{name}: {text}{count}{note}")
     counts = trials(path, Path(options.out) / path.stem, module.RUNS)

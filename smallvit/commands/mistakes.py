@@ -12,6 +12,7 @@ from smallvit.launch.results import folder
 from smallvit.record import Record
 from smallvit.storage import write_atomic
 from smallvit.verdicts.comparison import Comparison, condition_of
+from smallvit.words import how_many
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +89,7 @@ def show_mistakes(
     found = find_mistakes(entries, out, recipe)
     wrong = sorted((m for m in found if m.guesses), key=lambda m: (-len(m.guesses) / m.tested, -m.surety, m.image))
     title = f"Mistakes of {arm} at {condition.title}: {len(wrong):,} of {len(found):,} test images are wrong in at least one of"
-    lines = [f"{title} {len(entries)} run{'s' * (len(entries) > 1)}"]
+    lines = [f"{title} {how_many(len(entries), 'run')}"]
     if wrong:
         path = out / recipe / f"mistakes-{re.sub(r'[^A-Za-z0-9]+', '-', arm).strip('-') or 'arm'}.png"
         lines += [table(wrong[:SHOWN]), draw(wrong[:SHOWN], path)]

@@ -123,7 +123,7 @@ def findings(images: Inspection, recipe: bool = True, arms: Sequence[str] | None
         lines.append(f"TIFF files with several pages, of which only the first one is read: {images.paged:,}")
     if images.broken:
         count = len(images.broken)
-        lines.append(f"{count:,} file{'s' * (count > 1)} cannot be read and will be left out:")
+        lines.append(f"{how_many(count, 'file')} cannot be read and will be left out:")
         lines += [f"    {reason}" for reason in [*images.broken.values()][:FEWEST]]
         lines += [f"    and {len(images.broken) - FEWEST:,} more"] * (len(images.broken) > FEWEST)
     if images.group_by:

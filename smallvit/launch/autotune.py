@@ -20,6 +20,7 @@ from smallvit.numerics import CHOICES, DEFAULT, Numerics, check_numerics
 from smallvit.pretrained import Weights
 from smallvit.run import Run, describe
 from smallvit.storage import locked, parse_json, write_text
+from smallvit.words import how_many
 
 from .launcher import check_device
 from .local import cores
@@ -140,7 +141,7 @@ def measure(runs: Sequence[ArmRun], kinds: Kinds, jobs: int | None, device: str,
             best = compiled
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return best, stack, f"{best.describe()}, {stack} run{'s' * (stack > 1)} as one model; {'; '.join(texts)}"
+    return best, stack, f"{best.describe()}, {how_many(stack, 'run')} as one model; {'; '.join(texts)}"
 
 
 def ways_to_try(given: dict, fp32: bool = True) -> list[Numerics]:

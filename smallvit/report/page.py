@@ -14,6 +14,7 @@ from smallvit.recipe import recipe_files
 from smallvit.record import Record
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Condition, condition_of
+from smallvit.words import how_many
 
 from . import class_figures, figures, format, remarks
 from .alarms import nothing_learned
@@ -173,7 +174,7 @@ def text(records: Sequence[Record]) -> str:
     judged = [row for row in comparison.main_rows if row.role == "technique" and not row.unavailable]
     lines += ["", *(format.sentence(comparison, row) for row in judged if row.values or row.failed)]
     if others := len(comparison.done.difference(comparison.main)):
-        lines.append(f"The report also shows {others} other condition{'s' * (others > 1)} (common settings, shorter training).")
+        lines.append(f"The report also shows {how_many(others, 'other condition')} (common settings, shorter training).")
     if waiting := [condition.title for condition in comparison.conditions if condition not in comparison.done]:
         lines.append(f"Without a result: {'; '.join(waiting)}.")
     return "\n".join(lines)

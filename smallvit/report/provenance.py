@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from smallvit.components import describe_value
 from smallvit.record import Record
-from smallvit.words import join_names
+from smallvit.words import how_many, join_names
 
 from .alarms import (
     at_the_edge,
@@ -80,7 +80,7 @@ def provenance(records: Sequence[Record], options: str, trials: Mapping[str, int
     sources, recipe = initial_weights(records), f"{records[0].recipe}.py{options} (or its path)"
 
     def each(values: Iterable[str]) -> str:
-        return "; ".join(f"{value} ({k} run{'s' * (k > 1)})" for value, k in Counter(values).items())
+        return "; ".join(f"{value} ({how_many(k, 'run')})" for value, k in Counter(values).items())
 
     def code(r: Record) -> str:
         k = r.code or {}

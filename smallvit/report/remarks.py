@@ -11,7 +11,7 @@ from smallvit.verdicts import contrasts
 from smallvit.verdicts.compare import format_seeds
 from smallvit.verdicts.comparison import Comparison, condition_of
 from smallvit.verdicts.statistics import EQUIVALENCE, LEVEL, MIN_PAIRS
-from smallvit.words import join_names
+from smallvit.words import how_many, join_names
 
 from .alarms import length_not_checked
 from .answer import runs_done
@@ -75,7 +75,7 @@ def help_for_undecided(comparison: Comparison, more_seeds: bool = True) -> list[
     }
     if not more_seeds:
         del forms["seeds"]
-    return [f"For {count[k]} inconclusive comparison{'s' * (count[k] > 1)}, {text}." for k, text in forms.items() if count[k]]
+    return [f"For {how_many(count[k], 'inconclusive comparison')}, {text}." for k, text in forms.items() if count[k]]
 
 
 def methods(comparison: Comparison) -> list[str]:

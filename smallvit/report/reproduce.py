@@ -25,6 +25,7 @@ from typing import NamedTuple
 from smallvit.record import Record
 from smallvit.verdicts.comparison import condition_of
 from smallvit.verdicts.score import Score, score_named
+from smallvit.words import how_many
 
 LEVEL = 0.99  # of the prediction interval: by chance one arm in a hundred lies outside
 MAX_WIDTH = 0.6  # a wider interval contains almost any result and excludes nothing
@@ -184,7 +185,7 @@ def test_differences(old: Record, new: Record) -> list[str]:
         if one is None or other is None or len(one) != len(other):
             found.append("come without the list of correctly classified images")
         elif changed := int((one != other).sum()):
-            found.append(f"classify {changed} test image{'s' * (changed > 1)} differently")
+            found.append(f"classify {how_many(changed, 'test image')} differently")
     return found
 
 

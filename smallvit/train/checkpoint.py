@@ -24,7 +24,7 @@ from smallvit.run import fingerprint
 from smallvit.shapes import shape_problem
 from smallvit.storage import rename_damaged, write_atomic
 
-from .own_numbers import numbers_of, own_parts, restore_numbers
+from .own_numbers import numbers_of, own_parts, replaces_others, restore_numbers
 
 if TYPE_CHECKING:
     from .loop import Training
@@ -230,7 +230,7 @@ def check_state(state: dict[str, Any], training: "Training"):
     for name, numbers in state["numbers"].items():
         if name not in parts or any(type(value) not in (int, float) for value in numbers.values()):
             raise ValueError("it has numbers of other objects than the run")
-        if any(type(getattr(parts[name], attribute, 0)) not in (int, float) for attribute in numbers):
+        if replaces_others(parts[name], numbers):
             raise ValueError("it has numbers in the place of other attributes")
     taken = max((int(moments["step"]) for moments in state["optimizer"].values() if "step" in moments), default=0)
     if not taken <= state["step"] <= training.run.steps or state["loss"].shape != () or not state["loss"].is_floating_point():

@@ -41,16 +41,31 @@ def places(part: Any) -> dict[str, dict[str, Any]]:
 def restore_numbers(part: Any, numbers: Numbers):
     """Give a module or an optimizer the `numbers` that `numbers_of` has returned."""
     for prefix, values in places(part).items():
-        own = {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
-        values.update({name: value for name, value in own.items() if "." not in name})
+        values.update(numbers_at(prefix, numbers))
+
+
+def numbers_at(prefix: str, numbers: Numbers) -> Numbers:
+    """Return those of the `numbers` whose names are the `prefix` of a place and a name without dots, by this name."""
+    own = {name.removeprefix(prefix): value for name, value in numbers.items() if name.startswith(prefix)}
+    return {name: value for name, value in own.items() if "." not in name}
+
+
+def replaces_others(part: Any, numbers: Numbers) -> bool:
+    """Return whether `numbers` would take the place of other attributes of a module or an optimizer, such as its methods."""
+    for prefix, values in places(part).items():
+        found = [values.get(name, 0) if prefix else getattr(part, name, 0) for name in numbers_at(prefix, numbers)]
+        if any(type(value) not in (int, float) for value in found):
+            return True
+    return False
 
 
 def set_numbers(parts: Sequence[Any], numbers: Sequence[Numbers]):
     """Give the modules and optimizers `parts` the `numbers` that they had before, and remove those that have come since."""
     for part, before in zip(parts, numbers):
-        for name in numbers_of(part).keys() - before.keys():
-            prefix = name[: name.rfind(".") + 1]
-            del places(part)[prefix][name.removeprefix(prefix)]
+        added = {name: 0.0 for name in numbers_of(part).keys() - before.keys()}
+        for prefix, values in places(part).items():
+            for name in numbers_at(prefix, added):
+                del values[name]
         restore_numbers(part, before)
 
 
