@@ -7,7 +7,7 @@ tokens enter the attention of a block and m tokens its MLP, prefix tokens includ
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any, TypeGuard, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
+from smallvit.numerics import native_kernel, uses_native_kernel
 from smallvit.reduction.context import runs_before_attention
 from smallvit.vit import ViT
 
@@ -297,21 +298,22 @@ def speedup(model: ViT, images: Tensor, repeats: int = 9) -> tuple[float, float]
     forward pass on `images` in milliseconds, and the speedup: the time without reduction divided by the time with it. `repeats`
     is the number of measurements.
 
-    The model without reduction uses the faster of the two attention kernels. A speedup below 1 means that the reduction makes
-    the model slower.
+    The model without reduction uses the faster of the two attention kernels. Inside `native_kernel(model)` the native kernel
+    computes the model without reduction too. A speedup below 1 means that the reduction makes the model slower.
 
     Raises   ValueError for a model that is no `ViT`, or in which no block has a reduction.
     """
     check_vit(model)
     if not reduces(model):
         raise ValueError("speedup got a model without token reduction; expected one with it, such as apply(model, reduction)")
-    baselines = [unreduced(model) for _ in range(2)]
+    native = uses_native_kernel(model)
+    baselines = [unreduced(model) for _ in range(3 if native else 2)]
     for baseline, fused in zip(baselines, (False, True)):
         for module in baseline.modules():
             if hasattr(module, "fused"):
                 setattr(module, "fused", fused)  # noqa: B010
     calls = [partial(each, images) for each in (model, *baselines)]
-    with evaluating(nn.ModuleList([model, *baselines])):
+    with evaluating(nn.ModuleList([model, *baselines])), native_kernel(baselines[-1]) if native else nullcontext():
         own, *others = milliseconds(calls, repeats)
     return own, min(others) / own
 

@@ -229,6 +229,15 @@ def native_kernel(*models: Any) -> Iterator[None]:
         yield
 
 
+def uses_native_kernel(model: "nn.Module") -> bool:
+    """Return whether the native kernel computes transformer blocks of a model now: inside `native_kernel(model)`, and in a run
+    with the kernel "native".
+    """
+    from smallvit.vit import Blocks
+
+    return any(isinstance(part, Blocks) and vars(part).get("_compiled_call_impl") is not None for part in model.modules())
+
+
 def compiled_blocks(objective: "nn.Module") -> list[tuple[Any, Any]]:
     """Return a list of pairs: each transformer block inside a training objective, and its forward function compiled by
     `torch.compile`. Blocks that merge or prune tokens are left out, because they would be compiled again at every step.

@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "objectives": {"attention", "augment", "components", "evaluate", "flops", "optim", "pooling", "positions", "reduction", "vit"},
     "pseudo_labels": {"data", "evaluate"},
     "evaluate": {"augment", "data", "flops", "pooling", "rng", "vit"},
-    "flops": {"reduction", "vit"},
+    "flops": {"numerics", "reduction", "vit"},
     "references": {"convolution", "vit"},
     "ensemble": {"vit"},
     "tokenizers": {"convolution"},

@@ -28,6 +28,7 @@ from smallvit import (
     MAE,
     Attention,
     Block,
+    LearnedPrune,
     LocalityAttention,
     MeanTokens,
     Merge,
@@ -37,6 +38,7 @@ from smallvit import (
     Run,
     ViT,
     augment,
+    flops,
     from_timm,
     linear_probe,
     load,
@@ -45,7 +47,7 @@ from smallvit import (
     native_kernel,
 )
 from smallvit.attention_positions import places_of
-from smallvit.numerics import Numerics, NumericsContext, check_numerics
+from smallvit.numerics import Numerics, NumericsContext, check_numerics, uses_native_kernel
 from smallvit.objectives import SemiSupervised
 from smallvit.optim import FlatAdamW, lay_in_a_row
 from smallvit.recipe import load_recipe
@@ -306,6 +308,20 @@ def test_copy_that_is_made_inside_does_not_use_the_kernel(copied):
     assert other.blocks._compiled_call_impl is None
 
 
+def test_speedup_of_a_reduction_compares_with_a_model_that_uses_the_native_kernel_too(monkeypatch):
+    used = []
+
+    def fixed_times(calls, repeats):
+        used.extend(uses_native_kernel(call.func) for call in calls)
+        return [2.0, 8.0, 5.0, 3.0]
+
+    monkeypatch.setattr(flops, "milliseconds", fixed_times)
+    model = VIT((28, 28), 1, 10, reduction=partial(Merge, r=5)).eval()
+    with native_kernel(model):
+        assert flops.speedup(model, torch.rand(2, 1, 28, 28)) == (2.0, 1.5)
+    assert used == [True, False, False, True] and not uses_native_kernel(model)
+
+
 def test_contexts_of_several_threads_leave_the_model_as_before():
     model = VIT((8, 8), 1, 10)
     entered, left = threading.Event(), threading.Event()
@@ -443,14 +459,18 @@ def test_unsupported_blocks_are_computed_by_pytorch_with_a_note(case, capsys):
     assert "PyTorch computes 2 of 2 blocks: " in (text := capsys.readouterr().err) and reason in text
 
 
+class UnknownPrune(Prune):
+    """A subclass, of which nobody knows what it needs."""
+
+
 def test_supported_blocks_between_unsupported_ones_are_computed_natively(capsys):
     native.blocks.note.cache_clear()
-    prune = Prune(LayerContext(layer=1, depth=4, dim=32, prefix=1, patches=16), keep=0.75, layers=(1,))
+    prune = UnknownPrune(LayerContext(layer=1, depth=4, dim=32, prefix=1, patches=16), keep=0.75, layers=(1,))
     blocks = make_blocks(4)
     blocks[1].reduction = prune
     call = native_call(blocks)
     assert [type(part).__name__ for part in call.args[0]] == ["NativeBlocks", "Block", "NativeBlocks"]
-    assert "1 of 4 blocks: Prune does not say that the keys of the attention are all that it needs" in capsys.readouterr().err
+    assert "1 of 4 blocks: UnknownPrune does not say what it needs of the attention" in capsys.readouterr().err
     x, direction = torch.randn(3, 17, 32), torch.randn(3, 14, 32)  # one of them is the mean of the dropped ones
     expected = results(blocks, blocks, x, direction)
     assert error(results(blocks, call, x, direction), [each.double() for each in expected]) < 1e-5
@@ -493,6 +513,76 @@ def test_blocks_that_merge_are_computed_natively(r, attention, in_place, capsys)
     assert torch.equal(size, exact(x.double(), **doubles)[1].float())
     with torch.no_grad():
         torch.testing.assert_close(call(x, **inputs)[0], found[0], rtol=0, atol=0)
+
+
+def pruning_blocks(depth=3, reduction=Prune, **options) -> Blocks:
+    """Blocks of which the first prunes nothing."""
+    own = {name: options.pop(name) for name in ("keep", "fuse", "layers") if name in options}
+    blocks = make_blocks(depth, **options)
+    for layer, block in enumerate(blocks):
+        block.reduction = reduction(LayerContext(layer, depth, 32, 1, True, 16), **{"keep": 0.5, "layers": (1, 2), **own})
+    return blocks
+
+
+@pytest.mark.parametrize("in_place", slow_after(1, [True, False]), ids=["gradients in place", "gradients"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("fuse", slow_after(1, ["sum", "mean", "none"]))
+def test_blocks_that_prune_are_computed_natively(fuse, attention, in_place, capsys):
+    native.blocks.note.cache_clear()
+    torch.manual_seed(0)
+    blocks = pruning_blocks(fuse=fuse, attention=ATTENTIONS[attention])
+    exact, call = copy.deepcopy(blocks).double(), native_call(blocks)
+    (part,) = call.args[0]
+    assert type(part) is native.blocks.NativeBlocks and not capsys.readouterr().err
+    left = 5 if fuse == "none" else 7  # 16 patches, 8 and the fused one, 5 and the fused one
+    x, direction, inputs = torch.randn(40, 17, 32), torch.randn(40, left, 32), {"size": torch.randint(1, 4, (40, 17)).float()}
+    if in_place:
+        for p in blocks.parameters():
+            p.grad = torch.zeros_like(p)
+        x.requires_grad_()
+        with native.gradients_in_place():
+            out, size = call(x, **inputs)
+        out.backward(direction)
+        found = [out.detach(), x.grad, *(p.grad for p in blocks.parameters())]
+        x = x.detach()
+    else:
+        found, size = results(blocks, call, x, direction, **inputs), call(x, **inputs)[1]
+    doubles = {name: tensor.double() for name, tensor in inputs.items()}
+    assert error(found, results(exact, exact, x.double(), direction.double(), **doubles)) < 1e-5 and part.calls
+    assert torch.equal(size, exact(x.double(), **doubles)[1].float())
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, **inputs)[0], found[0], rtol=0, atol=0)
+        torch.testing.assert_close(call(x)[0], exact(x.double())[0].float(), rtol=0, atol=2e-5)
+
+
+def test_learned_pruning_is_computed_natively_where_no_gradients_are_wanted():
+    torch.manual_seed(0)
+    blocks, x = pruning_blocks(reduction=LearnedPrune), torch.randn(6, 17, 32)
+    (part,) = native_call(blocks).args[0]
+    assert "learns the sizes" in part.fallback(x, None, None, part.weights(), False)
+    for training in (False, True):
+        blocks.train(training)
+        with torch.no_grad():
+            calls = part.calls
+            torch.manual_seed(1)
+            found, size = part(x)
+            torch.manual_seed(1)
+            expected, expected_size = blocks(x)
+        assert part.calls == calls + 1 and (torch.equal(size, expected_size) if training else size is expected_size is None)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def test_blocks_that_prune_and_skip_branches_or_have_places():
+    torch.manual_seed(0)
+    blocks, x = pruning_blocks(drop_path=0.5), torch.randn(6, 17, 32)
+    (part,) = native_call(blocks).args[0]
+    assert part.fallback(x, None, None, part.weights(), False) is None
+    torch.manual_seed(1)
+    found, _, places = part(x, None, None, places_of((4, 4), x.device))
+    torch.manual_seed(1)
+    expected, _, expected_places = blocks(x, None, None, places_of((4, 4), x.device))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(places.at, expected_places.at, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("examples", slow_after(1, [25, 60]))
@@ -550,7 +640,7 @@ def test_tokens_with_a_key_that_is_not_a_number_are_merged_as_by_pytorch():
 class TooMany(Merge):
     """It asks for more pairs than there can be."""
 
-    needs_keys_alone = merges_best_pairs = True
+    needs, merges_best_pairs = ("key",), True
 
     def count(self, n):
         return 9
@@ -575,7 +665,7 @@ def test_merging_that_is_changed_for_one_block_is_called():
 class Weighted(nn.Module):
     """It gives sizes that it learns."""
 
-    needs_keys_alone = True
+    needs = ("key",)
 
     def __init__(self):
         super().__init__()
@@ -608,14 +698,18 @@ def test_mlp_without_hidden_units_is_computed(activation):
 class Mirror(nn.Module):
     """A reduction that leaves all tokens, in another order."""
 
-    needs_keys_alone = True
+    needs = ()
 
     def forward(self, x, size, key=None, saliency=None):
         return x.flip(1), size
 
 
 class MirrorFirst(Mirror):
-    needs_keys_alone = first = True
+    first = True
+
+
+class DeclaredFirst(MirrorFirst):
+    needs = ()
 
 
 class Unknown(Merge):
@@ -633,6 +727,10 @@ def test_reductions_of_a_user_are_called_or_left_to_pytorch(capsys):
     blocks[0].reduction = blocks[1].reduction = MirrorFirst()
     assert native.native_blocks(nn.ModuleList([blocks])) == []
     assert "MirrorFirst does not say" in capsys.readouterr().err
+    blocks[0].reduction, blocks[1].reduction = DeclaredFirst(), MirrorFirst()
+    assert [type(part).__name__ for part in native_call(blocks).args[0]] == ["NativeBlocks", "Block"]
+    torch.testing.assert_close(native_call(blocks)(x)[0], blocks(x)[0], rtol=0, atol=2e-5)
+    blocks[0].reduction = blocks[1].reduction = MirrorFirst()
     torch.testing.assert_close(call(x)[0], blocks(x)[0], rtol=0, atol=0)  # exchanged after the blocks were looked at
     assert native.reason_against_block(merging_blocks()[0]) is None
     blocks[0].reduction = Unknown(LayerContext(0, 2, 32, 1, True, 16), r=1)
@@ -663,9 +761,10 @@ def test_call_in_inference_mode_does_not_harm_a_later_training_step():
     assert all(p.grad is not None for p in blocks.parameters())
 
 
-def test_stack_of_models_merges_as_each_of_them_does():
+@pytest.mark.parametrize("make", [merging_blocks, pruning_blocks], ids=["merge", "prune"])
+def test_stack_of_models_has_fewer_tokens_as_each_of_them_does(make):
     torch.manual_seed(0)
-    members = [merging_blocks() for _ in range(3)]
+    members = [make() for _ in range(3)]
     weights, _ = torch.func.stack_module_state(members)
     (part,) = native_call(members[0]).args[0]
     names, x = [*weights], torch.randn(3, 5, 17, 32)

@@ -138,7 +138,7 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
     `ms` is the median of `repeats` passes of `batch` images on this device. For a model that reduces its tokens, also:
 
     tokens   the mean number of tokens after the last block.
-    speedup  time of the same model without reduction, with the faster of its two attention kernels, divided by the time of the
+    speedup  time of the same model without reduction, with the fastest of its attention kernels, divided by the time of the
              model. All are measured side by side. Below 1 the reduction costs time.
     flops    the count of torch's FLOP counter, where the number of tokens does not depend on the image.
     macs_sd  the standard deviation of the MACs over images, where the number of tokens depends on the image; `macs` is then the

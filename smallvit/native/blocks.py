@@ -3,10 +3,10 @@
 import functools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,8 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
-from smallvit.attention import logit_bias, mask_diagonal
+from smallvit.attention import logit_bias, mask_diagonal, mean_over_queries
+from smallvit.attention import weights as attention_map
 from smallvit.convolution import transform
 from smallvit.reduction.context import reduce_tokens, runs_before_attention
 from smallvit.vit import Block, Blocks, DropPath, GatedUnit, LayerScale, one_after_another
@@ -107,42 +108,44 @@ class NativeBlocks:
         self.masks_self = plain_attention(self.attentions[0]).mask_self  # pyright: ignore[reportOptionalMemberAccess]
         self.calls = 0  # how often the kernel has computed them
         self.biases: dict[int, Tensor] = {}  # by number of tokens
-        self.parts: list[tuple[NativeBranches, Any]] = []  # branches, and the reduction after them
-        found: list[tuple[Block, bool]] = []
-        for block in blocks:
-            found.append((block, True))
-            if block.reduction is not None:
-                self.parts.append((NativeBranches(found), block.reduction))
-                found = []
-            found.append((block, False))
-        self.parts.append((NativeBranches(found), None))
-        kinds = [branch.middle == ATTENTION for branches, _ in self.parts for branch in branches.branches]
+        self.parts = [*parts_of(blocks)]
+        self.branches = [part.branches for part in self.parts if part.branches]
+        self.learns_sizes = any(getattr(block.reduction, "learns_sizes", False) for block in blocks)
+        kinds = [branch.middle == ATTENTION for branches in self.branches for branch in branches.branches]
         # biases of linear maps may be missing, and an MLP has no scale of logits
         self.needed = [need for attends in kinds for need in (True, True, True, False, True, False, attends)]
-        self.shapes = [shape for branches, _ in self.parts for shape in branches.shapes]
-        POOL.most = max(POOL.most, 2 * len(self.parts) + 4)  # each part needs memory of its own size
+        self.shapes = [shape for branches in self.branches for shape in branches.shapes]
+        POOL.most = max(POOL.most, 2 * len(self.branches) + 4)  # each part needs memory of its own size
 
     def __call__(self, x: Tensor, size: Tensor | None = None, mask: Tensor | None = None, places: Any = None) -> tuple:
         half, weights = torch.is_autocast_enabled("cpu"), self.weights()
         if self.fallback(x, size, mask, weights, half):
             return one_after_another(self.blocks, x, size, mask, places)
         self.calls += 1
-        for branches, reduction in self.parts:
-            own, weights = weights[: len(branches.weights)], weights[len(branches.weights) :]
-            x, keys = branches(x, self.logit_bias(x, size, mask), own, half, reduction is not None)
-            if reduction is not None:
-                x, size, places = self.reduce(reduction, x, size, places, keys)
+        for branches, block, needs in self.parts:
+            before, keys = x, None
+            if branches is not None:
+                own, weights = weights[: len(branches.weights)], weights[len(branches.weights) :]
+                x, keys = branches(x, self.logit_bias(x, size, mask), own, half, "key" in needs)
+            if block is not None:
+                x, size, places = self.reduce(block, x, size, places, keys, before)
         return (x, size) if places is None else (x, size, places)
 
     def weights(self) -> list[Any]:
         """Return the weights of all branches as they are now, in the order of the enum `Weight` of blocks.cpp."""
-        return [module.get(name, "missing") for branches, _ in self.parts for module, name in branches.weights]
+        return [module.get(name, "missing") for branches in self.branches for module, name in branches.weights]
 
-    def reduce(self, reduction: Any, x: Tensor, size: Tensor | None, places: Any, keys: Any) -> tuple:
-        """Return the tokens, their sizes and their places after a reduction by the keys of the attention before it."""
+    def reduce(self, block: Any, x: Tensor, size: Tensor | None, places: Any, keys: Any, before: Tensor) -> tuple:
+        """Return the tokens, their sizes and their places after the reduction of a block. `before` are the tokens before its
+        attention, if it is called after it, and `keys` are the keys of the attention, if it needs them.
+        """
+        reduction = block.reduction
+        if runs_before_attention(reduction):
+            return reduce_tokens(reduction, x, size, places)
         compiled = vars(type(reduction)).get("merges_best_pairs") and places is None
         if not compiled or (size is not None and (size.dtype != torch.float32 or size.requires_grad)):
-            return reduce_tokens(reduction, x, size, places, lambda: keys)
+            attended = functools.partial(saliency, block, before, size)
+            return reduce_tokens(reduction, x, size, places, lambda: keys, attended)
         if not reduction.count(x.shape[1]):
             return x, size, None
         plain = peek_interpreter_stack() is None and not torch.is_grad_enabled()
@@ -156,9 +159,9 @@ class NativeBlocks:
 
         The reasons: tokens or weights that are not 32-bit floats on the CPU, shapes that do not fit (PyTorch then raises its
         own error), more tokens than `MOST_TOKENS`, a missing weight, another number format than bf16 or a processor without it,
-        dropout, hooks, modules that have been exchanged or have their own forward function, sizes that need a gradient, no
-        images at all, merging with a mask or with stochastic depth, transforms of PyTorch other than one `torch.vmap`, and
-        tools of PyTorch that watch each operation or record a graph.
+        dropout, hooks, modules that have been exchanged or have their own forward function, sizes that need or learn a
+        gradient, no images at all, a mask for blocks that reduce tokens, merging with stochastic depth, transforms of PyTorch
+        other than one `torch.vmap`, and tools of PyTorch that watch each operation or record a graph.
         """
         if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None or has_function_mode():
             return "PyTorch records or watches its operations"
@@ -186,7 +189,9 @@ class NativeBlocks:
             return "there is dropout of the attention map"
         if len(self.parts) > 1 and mask is not None:
             return "a mask cannot follow merged tokens"
-        if any(each.training and each.rate for branches, _ in self.parts[:-1] for each in branches.drop_path):
+        if self.learns_sizes and torch.is_grad_enabled():
+            return "a reduction learns the sizes of tokens"
+        if any(each.training and each.rate for part in self.parts if "key" in part.needs for each in part.branches.drop_path):
             return "an image that skips the attention has no keys by which tokens could be merged"
         return None
 
@@ -234,6 +239,67 @@ class NativeBlocks:
         if plain and not bias.is_inference() and not is_functorch_wrapped_tensor(bias):  # those are of no use in a later call
             self.biases = dict([*self.biases.items()][-MOST_PROBLEMS + 1 :]) | {n: bias}
         return bias
+
+
+class Part(NamedTuple):
+    """Branches of blocks that one call computes, and a reduction after them.
+
+    branches  the branches, None if there is only a reduction
+    block     the block with the reduction, None if there is none
+    needs     what the reduction needs of the attention, see the contract in `smallvit.reduction`
+    """
+
+    branches: Any
+    block: Any
+    needs: tuple[str, ...]
+
+
+def parts_of(blocks: Sequence[Block]) -> Iterator[Part]:
+    """Yield the parts of some blocks that are computed one after another. A reduction ends a part. The attention of a block
+    whose reduction asks for its saliency is alone in a part, because the saliency is computed from the tokens before it.
+    """
+    found: list[tuple[Block, bool]] = []
+    for block in blocks:
+        reduction, needs = block.reduction, needs_of(block.reduction) or ()
+        first = runs_before_attention(reduction)
+        if found and (first or "saliency" in needs):
+            yield Part(NativeBranches(found), block if first else None, ())
+            found = []
+        elif first:
+            yield Part(None, block, ())
+        found.append((block, True))
+        if reduction is not None and not first:
+            yield Part(NativeBranches(found), block, needs)
+            found = []
+        found.append((block, False))
+    yield Part(NativeBranches(found), None, ())
+
+
+def needs_of(reduction: Any) -> tuple[str, ...] | None:
+    """Return what the class of a reduction says about its needs, or None if only a parent class says something."""
+    return vars(type(reduction)).get("needs")
+
+
+def saliency(block: Any, x: Tensor, size: Tensor | None, queries: int | None = None) -> Tensor:
+    """Return how much attention each token receives in a block, (b, n), like `AttentionOutput.saliency`. `x` are the tokens
+    before the attention. PyTorch computes the keys and the first `queries` queries once more, which takes less time than to
+    leave the block to PyTorch.
+    """
+    attention, n = block.attention, x.shape[1]
+    scale, masks_self = plain_attention(attention)  # pyright: ignore[reportGeneralTypeIssues]
+    x = block.norm1(x)
+    (q_weight, k_weight, _), (q_bias, k_bias, _) = attention.qkv.weight.chunk(3), split_bias(attention.qkv.bias)
+    projected = F.linear(x[:, :queries], q_weight, q_bias), F.linear(x, k_weight, k_bias)
+    q, k = (each.unflatten(-1, (attention.heads, -1)).transpose(1, 2) for each in projected)
+    scale = getattr(attention, scale)[:, None, None] if isinstance(scale, str) else scale
+    mask = mask_diagonal(n, size, None, x.device)[..., :queries, :] if masks_self else None
+    rows = attention_map(q * scale, k, size, mask)
+    return mean_over_queries(rows.mean(1), None if queries is not None else size)
+
+
+def split_bias(bias: Tensor | None) -> Sequence[Tensor | None]:
+    """Return the parts of the bias of queries, keys and values; None if there is no bias."""
+    return [None] * 3 if bias is None else bias.chunk(3)
 
 
 class Structure:
@@ -298,9 +364,8 @@ def reason_against_block(block: Any) -> str | None:
         return "a norm has no weight or no bias, or normalizes more than one axis"
     if not block.norm_first:
         return "its norms follow the branches"
-    alone = block.reduction is None or vars(type(block.reduction)).get("needs_keys_alone")
-    if not alone or runs_before_attention(block.reduction):
-        return f"{type(block.reduction).__name__} does not say that the keys of the attention are all that it needs"
+    if block.reduction is not None and needs_of(block.reduction) is None:
+        return f"{type(block.reduction).__name__} does not say what it needs of the attention"
     branches: list[Any] = [block.branch1, block.branch2]
     if any(kinds_of(branch) != [nn.Dropout, LayerScale, DropPath] for branch in branches):
         return "a branch has other parts than dropout, LayerScale and stochastic depth"

@@ -42,7 +42,7 @@ class Merge(nn.Module):
              1], `inflect` with an `r` that is no whole number, or a `key` that is no function.
     """
 
-    needs_keys_alone = merges_best_pairs = True
+    needs, merges_best_pairs = ("key",), True
 
     def __init__(self, context: LayerContext, *, r: int | float | tuple = 0, inflect: float = 0.0):
         super().__init__()

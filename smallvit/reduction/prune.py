@@ -39,6 +39,8 @@ class Prune(nn.Module):
              or a `saliency` that is no function.
     """
 
+    needs = ("saliency",)
+
     def __init__(
         self, context: LayerContext, *,
         keep: float = 0.7, fuse: str = "sum", layers: tuple | None = None, shrink: tuple = (0.0, 0.0),
