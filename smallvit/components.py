@@ -233,9 +233,9 @@ def component(name: str) -> Any:
     module = f"{package}.{file}"
     if not (package == "smallvit" and file in MODULES) and not (package == "recipes" and module in sys.modules):
         raise ValueError(
-            f"{name!r} is not in a component module of smallvit nor in a loaded recipe; expected"
-            f" smallvit.<{'|'.join(MODULES)}>.Name, or recipes.<file>.Name after load_recipe(path): call code of another"
-            " library in a function of a recipe file, for a model def my_model(image, channels, classes)"
+            f"{name!r} is neither a part of smallvit nor in a recipe that has been loaded, so no record could refer to it; "
+            "define it in a recipe file, and load the file by load_recipe(path). For a part of another library, define a "
+            "function there that calls it, such as def my_model(image, channels, classes)"
         )
     found = vars(importlib.import_module(module)).get(attribute)
     home = getattr(found, "__module__", None) or ""

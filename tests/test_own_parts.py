@@ -12,9 +12,11 @@ from smallvit.train.own_numbers import replaces_others
 
 RECIPE = '''"""Parts that break their contract."""
 from dataclasses import dataclass
+from functools import partial
+import numpy as np
 import torch
 from torch import nn
-from smallvit import Run, ablate, accuracy, digits, knn
+from smallvit import DINO, PatchEmbed, Run, ViT, ablate, accuracy, augment, digits, knn
 
 class Centered(nn.Module):
     """A linear model of images from which a mean is subtracted that it learns in training."""
@@ -41,6 +43,34 @@ class Counting:
 
     def __call__(self, batch, generator):
         return batch
+
+@dataclass(frozen=True)
+class Change:
+    """It changes images in the way that its option names."""
+
+    way: str = "noise"
+
+    def __call__(self, batch, generator):
+        x = batch.images
+        if self.way == "noise without the generator":
+            x = x + torch.rand(x.shape)
+        elif self.way == "noise of NumPy":
+            x = x + torch.from_numpy(np.random.rand(*x.shape)).float()
+        elif self.way == "noise":
+            x = x + torch.rand(x.shape, generator=generator)
+        elif self.way == "tensor":
+            return x
+        ways = {"size": x[..., 1:, 1:], "fewer": x[1:], "float64": x.double()}
+        return batch._replace(images=ways.get(self.way, x))
+
+@dataclass(frozen=True)
+class Smaller(Change):
+    """It says that it changes the size."""
+
+    way: str = "size"
+
+    def output_size(self, height, width):
+        return height - 1, width - 1
 
 class Cached(Centered):
     """It keeps a table that is made when the model is evaluated."""
@@ -119,6 +149,12 @@ arms |= {"average": run.vary(persistent=False, ema=0.05), "tuple": run.vary(mode
 arms |= {each.__name__: run.vary(evaluators=(each,)) for each in (nothing, plain, dictionary, single, text, pairs)}
 arms |= {"timm": run.vary(model=from_timm), "untrained timm": run.vary(model=from_timm, steps=0), "cached": run.vary(model=Cached)}
 arms |= {"fixed": run.vary(model=Fixed, steps=0, evaluators=(knn,)), "late": run.vary(model=Late), "lazy": run.vary(model=Lazy, ema=0.1)}
+vit = run.vary(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=1), steps=2)
+ways = ("noise", "noise without the generator", "noise of NumPy", "tensor", "size", "fewer", "float64")
+arms |= {f"transform: {way}": vit.vary(augment=(*augment.digits(), Change(way))) for way in ways}
+arms |= {"transform: smaller": vit.vary(augment=(Smaller(), Change()), model=partial(ViT, tokenizer=partial(PatchEmbed, patch=1)))}
+views = (augment.MultiCrop(first=(augment.Warp(crop=(0.5, 1)), Change("noise of NumPy"))),)
+arms |= {"views": vit.vary(augment=views, objective=DINO, unlabelled=True, evaluators=(knn,))}
 arms |= {"destroys": run.vary(evaluators=(accuracy, destroys))}
 RUNS = ablate(arms, labels=[50], seeds=range(1), references=False)
 '''
@@ -167,6 +203,34 @@ def test_other_models_and_evaluators_of_your_own_are_not_refused(arm, arms, tmp_
 def test_broken_contract_is_named(arm, message, arms, tmp_path):
     with pytest.raises(ValueError, match=message):
         fit(arms[arm], tmp_path / "run")
+
+
+REPEATED = "returned two different batches for the same batch and the same random numbers, .* draw all numbers from the generator"
+
+
+@pytest.mark.parametrize(
+    ("arm", "message"),
+    [
+        ("transform: noise without the generator", f"Change in augment {REPEATED}"),
+        ("transform: noise of NumPy", f"Change in augment {REPEATED}"),
+        ("views", f"MultiCrop in augment {REPEATED}"),
+        ("transform: tensor", "Change in augment returned a Tensor; expected a Batch, such as batch._replace"),
+        ("transform: size", r"images \(8, 1, 7, 7\) .* expected \(8, 1, 8, 8\) .* needs a method output_size"),
+        ("transform: fewer", r"images \(7, 1, 8, 8\) and targets \(8, 10\); expected \(8, 1, 8, 8\) and \(8, 10\)"),
+        ("transform: float64", "returned images of torch.float64; expected torch.float32"),
+    ],
+)
+def test_transform_that_breaks_its_contract_is_refused_before_training(arm, message, arms, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fit(arms[arm], tmp_path / "run")
+
+
+@pytest.mark.parametrize("arm", ["transform: noise", "transform: smaller"])
+def test_transform_of_your_own_is_tried_without_a_change_of_the_run(arm, arms, tmp_path, monkeypatch):
+    record = fit(arms[arm], tmp_path / "run")
+    monkeypatch.setattr(sys.modules["smallvit.train.fit"], "check_own_augmentation", lambda training: None)
+    unchecked = fit(arms[arm], tmp_path / "unchecked")
+    assert record.trace == unchecked.trace and record.finished
 
 
 def test_transform_whose_values_can_change_is_refused(arms):

@@ -3,6 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Generator, Tensor
+
+from .batch import Batch, changes_parts
 from .mix import CutMix, Mixup, SmoothLabels
 from .multicrop import MultiCrop
 
@@ -30,3 +34,69 @@ def check_labels_kept(transforms: Sequence[Callable], spec: Any):
             raise ValueError(
                 f"{type(transform).__name__} on {spec.name}: {reason}; remove it from augment, or set force=True in it"
             )
+
+
+def check_own_transforms(transforms: Sequence[Callable], batch: Batch):
+    """Raise ValueError if one of the `transforms` that are not of this package cannot be used in training. `batch` holds some
+    training images. Each transform is called twice with the same random numbers: it must return a batch of as many images of
+    the same size, and the second time the same one.
+    """
+    for transform in transforms:
+        with torch.random.fork_rng(devices=[]), torch.inference_mode():  # torch's own numbers differ from call to call
+            first, second = (called(transform, batch) for _ in range(2))
+        if not is_of_this_package(transform):
+            check_changed(transform, batch, first)
+            if not all(map(equal, tensors_of(first), tensors_of(second))):
+                raise ValueError(
+                    f"{name_of(transform)} in augment returned two different batches for the same batch and the same random "
+                    "numbers, so the run could not be repeated; draw all numbers from the generator that it is given, as in "
+                    "torch.rand(shape, generator=generator), and not from torch, numpy or random without it"
+                )
+        batch = first
+
+
+def is_of_this_package(transform: Callable) -> bool:
+    """Return whether a transform, with all transforms inside it, is one of this package."""
+    if not isinstance(transform, MultiCrop):
+        return changes_parts(transform)
+    return all(map(changes_parts, (*transform.first, *(transform.second or ()), *transform.small)))
+
+
+def called(transform: Callable, batch: Batch) -> Any:
+    """Return what a transform gives for a copy of a batch and for random numbers that are always the same."""
+    return transform(Batch(batch.images.clone(), batch.targets.clone()), Generator().manual_seed(0))
+
+
+def check_changed(transform: Callable, batch: Batch, changed: Any):
+    """Raise ValueError unless `changed`, which a transform returned for a batch, can be used in its place."""
+    if not isinstance(changed, Batch):
+        raise ValueError(
+            f"{name_of(transform)} in augment returned a {type(changed).__name__}; expected a Batch, such as "
+            "batch._replace(images=images)"
+        )
+    b, c, h, w = batch.images.shape
+    size = transform.output_size(h, w) if hasattr(transform, "output_size") else (h, w)  # pyright: ignore
+    expected, targets = (b, c, *size), tuple(batch.targets.shape)
+    if tuple(changed.images.shape) != expected or tuple(changed.targets.shape) != targets:
+        raise ValueError(
+            f"{name_of(transform)} in augment returned images {tuple(changed.images.shape)} and targets "
+            f"{tuple(changed.targets.shape)}; expected {expected} and {targets}: a transform that changes the size of images "
+            "needs a method output_size(height, width), which returns the new size"
+        )
+    if changed.images.dtype != torch.float32:
+        raise ValueError(f"{name_of(transform)} in augment returned images of {changed.images.dtype}; expected torch.float32")
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Return all tensors of a batch."""
+    return [batch.images, batch.targets, *batch.views]
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal up to rounding, which may differ from call to call on a GPU."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def name_of(transform: Callable) -> str:
+    """Return the name of a transform for a message: that of its class, or that of a function."""
+    return getattr(transform, "__name__", type(transform).__name__)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from smallvit import record as records
-from smallvit.augment.check import check_labels_kept
+from smallvit.augment import Batch
+from smallvit.augment.check import check_labels_kept, check_own_transforms, is_of_this_package
 from smallvit.components import describe_value, function
 from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
 from smallvit.data.dataset import current_content, loaded
@@ -253,6 +254,7 @@ def prepare_training(
         check_features_exist(training.model, run.evaluators)
         for transforms in training.objective.unlabelled.views if training.pool is not None else ():
             check_labels_kept(transforms, data.spec)
+        check_own_augmentation(training)
         training.curves = curves
         training.checkpoint_file = folder / records.CHECKPOINT
         training.origin = "".join([records.code()["sha256"], data.sha256, *training.init_hashes])
@@ -319,6 +321,20 @@ def load_data(run: Run) -> tuple[Dataset, Subset]:
     data = whole.at_seed(run.seed)
     check_labels_kept(run.augment, data.spec)
     return data, data.subset(labels=run.labels, val=run.val, seed=run.seed)
+
+
+def check_own_augmentation(training: Training):
+    """Raise ValueError if a transform that is not of this package cannot be used in the steps of a run: see
+    `check_own_transforms`. It is tried on the first training images.
+    """
+    run, images, device = training.run, training.images, training.device
+    views = training.objective.unlabelled.views if training.pool is not None else ()
+    own = [transforms for transforms in (run.augment, *views) if not all(map(is_of_this_package, transforms))]
+    if own and run.steps:
+        first = slice(run.batch)
+        batch = Batch(images.pixels(first, device), images.targets(first, device))
+        for transforms in own:
+            check_own_transforms(transforms, batch)
 
 
 def drawn_share(run: Run, data: Dataset, subset: Subset) -> float:
