@@ -233,9 +233,9 @@ def component(name: str) -> Any:
     module = f"{package}.{file}"
     if not (package == "smallvit" and file in MODULES) and not (package == "recipes" and module in sys.modules):
         raise ValueError(
-            f"{name!r} is neither a part of smallvit nor in a recipe that has been loaded, so no record could refer to it; "
-            "define it in a recipe file, and load the file by load_recipe(path). For a part of another library, define a "
-            "function there that calls it, such as def my_model(image, channels, classes)"
+            f"{name!r} is not in smallvit or in a loaded recipe; expected a name that a record can refer to, "
+            "recipes.<file>.Name: define it in a recipe file, and load the file by load_recipe(path). For code of another "
+            "library, define a function there that calls it, such as def my_model(image, channels, classes)"
         )
     found = vars(importlib.import_module(module)).get(attribute)
     home = getattr(found, "__module__", None) or ""
@@ -260,7 +260,10 @@ def check(component: Any, name: str):
         describe(component)
         return
     called = function(component)
-    full_name(called)
+    try:
+        full_name(called)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     if name == "model" and not takes_three(called):
         raise ValueError(
             f"{called.__name__} cannot be called as a model, with (image, channels, classes) by position; write in the recipe"
