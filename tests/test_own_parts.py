@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from smallvit import AdamW, digits, fit, folder, load, load_recipe
+from smallvit import AdamW, augment, digits, fit, folder, load, load_recipe
+from smallvit.augment.check import check_own_transforms
 from smallvit.train.own_numbers import replaces_others
 
 RECIPE = '''"""Parts that break their contract."""
@@ -152,7 +153,6 @@ arms |= {"fixed": run.vary(model=Fixed, steps=0, evaluators=(knn,)), "late": run
 vit = run.vary(model=partial(ViT, tokenizer=partial(PatchEmbed, patch=2), dim=16, depth=1, heads=1), steps=2)
 ways = ("noise", "noise without the generator", "noise of NumPy", "tensor", "size", "fewer", "float64")
 arms |= {f"transform: {way}": vit.vary(augment=(*augment.digits(), Change(way))) for way in ways}
-arms |= {"transform: smaller": vit.vary(augment=(Smaller(), Change()), model=partial(ViT, tokenizer=partial(PatchEmbed, patch=1)))}
 views = (augment.MultiCrop(first=(augment.Warp(crop=(0.5, 1)), Change("noise of NumPy"))),)
 arms |= {"views": vit.vary(augment=views, objective=DINO, unlabelled=True, evaluators=(knn,))}
 arms |= {"destroys": run.vary(evaluators=(accuracy, destroys))}
@@ -225,12 +225,21 @@ def test_transform_that_breaks_its_contract_is_refused_before_training(arm, mess
         fit(arms[arm], tmp_path / "run")
 
 
-@pytest.mark.parametrize("arm", ["transform: noise", "transform: smaller"])
-def test_transform_of_your_own_is_tried_without_a_change_of_the_run(arm, arms, tmp_path, monkeypatch):
-    record = fit(arms[arm], tmp_path / "run")
+def test_transform_of_your_own_is_tried_without_a_change_of_the_run(arms, tmp_path, monkeypatch):
+    record = fit(arms["transform: noise"], tmp_path / "run")
     monkeypatch.setattr(sys.modules["smallvit.train.fit"], "check_own_augmentation", lambda training: None)
-    unchecked = fit(arms[arm], tmp_path / "unchecked")
+    unchecked = fit(arms["transform: noise"], tmp_path / "unchecked")
     assert record.trace == unchecked.trace and record.finished
+
+
+def test_transform_that_says_how_it_changes_the_size_is_not_refused(arms):
+    own = sys.modules["recipes.own"]
+    batch = augment.Batch(torch.rand(3, 1, 8, 8), torch.eye(3))
+    before = torch.get_rng_state()
+    check_own_transforms((*augment.digits(), own.Smaller(), own.Change(), own.Smaller()), batch)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ValueError, match=r"images \(3, 1, 6, 6\) .* expected \(3, 1, 7, 7\)"):
+        check_own_transforms((own.Smaller(), own.Change("size")), batch)
 
 
 def test_transform_whose_values_can_change_is_refused(arms):
