@@ -11,7 +11,7 @@ Contract: `attention(dim, heads)` makes a module that is called `(x, size, mask)
 - An attribute `position` that is not None says that the module needs to know where its tokens are. It is then called
   `(x, size, mask, places)`; see `attention_positions`.
 - A method `as_plain()` may return a `PlainAttention(scale, mask_self)`. It says that the module computes the usual attention
-  from its linear maps `qkv` and `proj`, so that the native kernel can do the same.
+  from its linear maps `qkv` and `proj`, so that the native kernel can do the same, also for `key` and `saliency`.
 - Further attributes are optional. `rows_sum_to_1 = False`: the rows of the attention map need not sum to 1. `macs_per_pair`:
   multiply-adds for a query and a key; the default is twice the input width of the linear map `proj`. `no_weight_decay`: names
   of parameters without weight decay. `not_stackable`: why runs with this module cannot be trained together as one model.

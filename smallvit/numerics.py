@@ -233,9 +233,9 @@ def uses_native_kernel(model: "nn.Module") -> bool:
     """Return whether the native kernel computes transformer blocks of a model now: inside `native_kernel(model)`, and in a run
     with the kernel "native".
     """
-    from smallvit.vit import Blocks
+    from smallvit.native import is_native_call
 
-    return any(isinstance(part, Blocks) and vars(part).get("_compiled_call_impl") is not None for part in model.modules())
+    return any(is_native_call(vars(part).get("_compiled_call_impl")) for part in model.modules())
 
 
 def compiled_blocks(objective: "nn.Module") -> list[tuple[Any, Any]]:

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from toys import slow_after
 
 from smallvit import (
@@ -320,6 +321,8 @@ def test_speedup_of_a_reduction_compares_with_a_model_that_uses_the_native_kerne
     with native_kernel(model):
         assert flops.speedup(model, torch.rand(2, 1, 28, 28)) == (2.0, 1.5)
     assert used == [True, False, False, True] and not uses_native_kernel(model)
+    model.blocks.compile(backend="eager")
+    assert not uses_native_kernel(model)
 
 
 def test_contexts_of_several_threads_leave_the_model_as_before():
@@ -555,11 +558,16 @@ def test_blocks_that_prune_are_computed_natively(fuse, attention, in_place, caps
         torch.testing.assert_close(call(x)[0], exact(x.double())[0].float(), rtol=0, atol=2e-5)
 
 
-def test_learned_pruning_is_computed_natively_where_no_gradients_are_wanted():
+def test_learned_pruning_is_computed_natively_until_sizes_have_a_gradient(monkeypatch):
     torch.manual_seed(0)
-    blocks, x = pruning_blocks(reduction=LearnedPrune), torch.randn(6, 17, 32)
-    (part,) = native_call(blocks).args[0]
-    assert "learns the sizes" in part.fallback(x, None, None, part.weights(), False)
+    blocks, x, direction = pruning_blocks(reduction=LearnedPrune), torch.randn(6, 17, 32), torch.randn(6, 17, 32)
+    (part,), calls = native_call(blocks).args[0], []
+    monkeypatch.setattr(native.blocks, "rest", lambda *rest, own=native.blocks.rest: calls.append(len(rest[0])) or own(*rest))
+    torch.manual_seed(1)
+    found = results(blocks, part, x, direction)
+    torch.manual_seed(1)
+    expected = results(blocks, blocks, x, direction)
+    assert error(found, [each.double() for each in expected]) < 1e-5 and part.calls and calls == [2]
     for training in (False, True):
         blocks.train(training)
         with torch.no_grad():
@@ -583,6 +591,84 @@ def test_blocks_that_prune_and_skip_branches_or_have_places():
     expected, _, expected_places = blocks(x, None, None, places_of((4, 4), x.device))
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
     torch.testing.assert_close(places.at, expected_places.at, rtol=0, atol=1e-6)
+
+
+class Needs(nn.Module):
+    """A reduction that gives what its function makes of the tokens, and says what it needs."""
+
+    needs = ()
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.weight = change, nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x, size, key=None, saliency=None):
+        return self.change(self, x, size, key, saliency)
+
+
+class NeedsFirst(Needs):
+    needs, first = (), True
+
+    def forward(self, x, size):
+        return self.change(self, x, size, None, None)
+
+
+@pytest.mark.parametrize("kind", [Needs, NeedsFirst])
+def test_pytorch_computes_what_follows_sizes_with_a_gradient(kind):
+    torch.manual_seed(0)
+    blocks, x, direction = make_blocks(4), torch.randn(3, 17, 32), torch.randn(3, 17, 32)
+    blocks[1].reduction = kind(lambda own, x, *_: (x, (1 + own.weight * torch.arange(17)).expand(3, 17)))
+    exact = copy.deepcopy(blocks).double()
+    found, expected = results(blocks, native_call(blocks), x, direction), results(exact, exact, x.double(), direction.double())
+    (place,) = (index for index, each in enumerate(found) if not each.ndim)  # the weight; many terms of it cancel each other
+    torch.testing.assert_close(found.pop(place), expected.pop(place).float(), rtol=1e-3, atol=0)
+    assert error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.bfloat16, torch.Tensor.double, lambda x: x[..., :16], lambda x: x[0], lambda x: x[:, :0]])
+def test_tokens_that_the_kernel_cannot_read_are_left_to_pytorch(change):
+    blocks, x = make_blocks(), torch.randn(3, 17, 32)
+    blocks[0].reduction = Needs(lambda own, x, size, *_: (change(x), size))
+    outcomes = []
+    for call in (native_call(blocks), blocks):
+        try:
+            outcomes.append(call(x)[0].shape)
+        except (RuntimeError, ValueError) as error:
+            outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("needs", [(), ("key",)])
+def test_reduction_gets_only_the_functions_that_it_needs(needs):
+    class Own(Prune):
+        pass
+
+    Own.needs, blocks = needs, pruning_blocks()
+    blocks[1].reduction = Own(LayerContext(1, 3, 32, 1, True, 16), keep=0.5, layers=(1, 2))
+    with pytest.raises(ValueError, match="needs the saliency of the attention"):
+        native_call(blocks)(torch.randn(3, 17, 32))
+
+
+@pytest.mark.parametrize("needs", [("salience",), "saliency", True, property(lambda own: ("saliency",))], ids=str)
+def test_unknown_needs_are_left_to_pytorch(needs):
+    class Own(Prune):
+        pass
+
+    Own.needs, blocks = needs, pruning_blocks()
+    blocks[1].reduction = Own(LayerContext(1, 3, 32, 1, True, 16), keep=0.5, layers=(1, 2))
+    assert "Own does not say what it needs" in str(native.reason_against_block(blocks[1]))
+    assert native_call(blocks)(torch.randn(3, 17, 32))[0].shape == (3, 7, 32)
+
+
+@pytest.mark.parametrize("make", [merging_blocks, pruning_blocks], ids=["merge", "prune"])
+def test_blocks_with_fewer_tokens_are_computed_again_in_the_backward_pass(make):
+    blocks, x = make(), torch.randn(8, 17, 32, requires_grad=True)
+    call = native_call(blocks)
+    for _ in range(3):
+        checkpoint(lambda x: call(x)[0], x, use_reentrant=False).square().sum().backward()
+    found, x.grad = x.grad, None
+    blocks(x)[0].square().sum().backward()
+    torch.testing.assert_close(found, 3 * x.grad, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("examples", slow_after(1, [25, 60]))

@@ -166,6 +166,17 @@ def test_kept_and_fused_patches_get_a_gradient(fuse):
 # A share that shrinks during training
 
 
+def test_patches_that_were_removed_before_are_fused_with_finite_gradients():
+    prune = Prune(LayerContext(layer=1, depth=4, dim=8, prefix=1, patches=6), keep=0.5, fuse="mean", layers=(1,))
+    x, size, score = torch.randn(2, 7, 8, requires_grad=True), torch.ones(2, 7), torch.rand(2, 7)
+    size[:, 4:], score[:, 4:] = 0, 0  # the three patches to be fused
+    score.requires_grad_()
+    out, new_size = prune(x, size, saliency=lambda queries: score)
+    out.sum().backward()
+    assert new_size.tolist() == [[1, 1, 1, 1, 0]] * 2 and not out[:, 4].any()
+    assert x.grad.isfinite().all() and score.grad.abs().max() < 100  # not divided by the smallest float
+
+
 def test_share_kept_in_training_falls_along_a_cosine_during_shrink():
     model = tiny(reduction=partial(Prune, keep=0.5, layers=(1,), fuse="none", shrink=(0.2, 0.6))).train()
     objective, counts = Supervised(model), []

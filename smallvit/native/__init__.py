@@ -15,8 +15,16 @@ shortcuts.py   faster ways through a tokenizer and the last norm of a ViT
 """
 
 from .autograd import InnerPasses, gradients_in_place
-from .blocks import native_blocks, reason_against_block
+from .blocks import is_native_call, native_blocks, reason_against_block
 from .compiler import reason_against
 from .shortcuts import shortcuts
 
-__all__ = ["InnerPasses", "gradients_in_place", "native_blocks", "reason_against", "reason_against_block", "shortcuts"]
+__all__ = [
+    "InnerPasses",
+    "gradients_in_place",
+    "is_native_call",
+    "native_blocks",
+    "reason_against",
+    "reason_against_block",
+    "shortcuts",
+]

@@ -4,6 +4,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby
 from operator import is_
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ def native_blocks(objective: nn.Module) -> list[tuple[Any, Any]]:
         runs: list[Any] = [(key[0], list(run)) for key, run in groupby(blocks, kind)]
         if any(first is not None for first, _ in runs):
             parts = [part for first, run in runs for part in (run if first is None else [NativeBlocks(run)])]
-            pairs.append((blocks, functools.partial(call_parts, parts, blocks, [*blocks])))
+            pairs.append((blocks, partial(call_parts, parts, blocks, [*blocks])))
     return pairs
 
 
@@ -73,6 +74,11 @@ def call_parts(parts: Sequence[Any], blocks: Any, members: list[nn.Module], *inp
     if torch.compiler.is_compiling() or not is_as_made(blocks, Blocks) or [*blocks._modules.values()] != members:
         return blocks._call_impl(*inputs, **options)
     return one_after_another(parts, *inputs, **options)
+
+
+def is_native_call(called: Any) -> bool:
+    """Return whether what is called in place of a module is what `native_blocks` returned."""
+    return getattr(called, "func", None) is call_parts
 
 
 def is_as_made(module: Any, kind: type) -> bool:
@@ -110,7 +116,6 @@ class NativeBlocks:
         self.biases: dict[int, Tensor] = {}  # by number of tokens
         self.parts = [*parts_of(blocks)]
         self.branches = [part.branches for part in self.parts if part.branches]
-        self.learns_sizes = any(getattr(block.reduction, "learns_sizes", False) for block in blocks)
         kinds = [branch.middle == ATTENTION for branches in self.branches for branch in branches.branches]
         # biases of linear maps may be missing, and an MLP has no scale of logits
         self.needed = [need for attends in kinds for need in (True, True, True, False, True, False, attends)]
@@ -122,35 +127,37 @@ class NativeBlocks:
         if self.fallback(x, size, mask, weights, half):
             return one_after_another(self.blocks, x, size, mask, places)
         self.calls += 1
-        for branches, block, needs in self.parts:
+        for branches, reduced, needs in self.parts:
             before, keys = x, None
             if branches is not None:
                 own, weights = weights[: len(branches.weights)], weights[len(branches.weights) :]
                 x, keys = branches(x, self.logit_bias(x, size, mask), own, half, "key" in needs)
-            if block is not None:
-                x, size, places = self.reduce(block, x, size, places, keys, before)
+            if reduced is not None:
+                key = (lambda keys=keys: keys) if "key" in needs else None
+                attended = partial(saliency, self.blocks[reduced], before, size) if "saliency" in needs else None
+                x, size, places = self.reduce(self.blocks[reduced].reduction, x, size, places, key, attended)
+                if not goes_on(x, size, self.width):
+                    return rest(self.blocks[reduced:], x, size, places)
         return (x, size) if places is None else (x, size, places)
 
     def weights(self) -> list[Any]:
         """Return the weights of all branches as they are now, in the order of the enum `Weight` of blocks.cpp."""
         return [module.get(name, "missing") for branches in self.branches for module, name in branches.weights]
 
-    def reduce(self, block: Any, x: Tensor, size: Tensor | None, places: Any, keys: Any, before: Tensor) -> tuple:
-        """Return the tokens, their sizes and their places after the reduction of a block. `before` are the tokens before its
-        attention, if it is called after it, and `keys` are the keys of the attention, if it needs them.
+    def reduce(self, reduction: Any, x: Tensor, size: Tensor | None, places: Any, key: Any, attended: Any) -> tuple:
+        """Return the tokens, their sizes and their places after a reduction. `key` and `attended` are the functions `key` and
+        `saliency` of the attention before it, each None if the reduction does not need it.
         """
-        reduction = block.reduction
         if runs_before_attention(reduction):
             return reduce_tokens(reduction, x, size, places)
         compiled = vars(type(reduction)).get("merges_best_pairs") and places is None
         if not compiled or (size is not None and (size.dtype != torch.float32 or size.requires_grad)):
-            attended = functools.partial(saliency, block, before, size)
-            return reduce_tokens(reduction, x, size, places, lambda: keys, attended)
+            return reduce_tokens(reduction, x, size, places, key, attended)
         if not reduction.count(x.shape[1]):
             return x, size, None
         plain = peek_interpreter_stack() is None and not torch.is_grad_enabled()
         merge: Any = merge_tokens if plain else NativeMerge.apply
-        return *merge(reduction, x, size, keys)[:2], None
+        return *merge(reduction, x, size, key())[:2], None
 
     def fallback(
         self, x: Tensor, size: Tensor | None, mask: Tensor | None, weights: Sequence[Tensor | None], half: bool
@@ -159,9 +166,9 @@ class NativeBlocks:
 
         The reasons: tokens or weights that are not 32-bit floats on the CPU, shapes that do not fit (PyTorch then raises its
         own error), more tokens than `MOST_TOKENS`, a missing weight, another number format than bf16 or a processor without it,
-        dropout, hooks, modules that have been exchanged or have their own forward function, sizes that need or learn a
-        gradient, no images at all, a mask for blocks that reduce tokens, merging with stochastic depth, transforms of PyTorch
-        other than one `torch.vmap`, and tools of PyTorch that watch each operation or record a graph.
+        dropout, hooks, modules that have been exchanged or have their own forward function, sizes that need a gradient, no
+        images at all, a mask for blocks that reduce tokens, merging with stochastic depth, transforms of PyTorch other than one
+        `torch.vmap`, and tools of PyTorch that watch each operation or record a graph.
         """
         if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None or has_function_mode():
             return "PyTorch records or watches its operations"
@@ -189,8 +196,6 @@ class NativeBlocks:
             return "there is dropout of the attention map"
         if len(self.parts) > 1 and mask is not None:
             return "a mask cannot follow merged tokens"
-        if self.learns_sizes and torch.is_grad_enabled():
-            return "a reduction learns the sizes of tokens"
         if any(each.training and each.rate for part in self.parts if "key" in part.needs for each in part.branches.drop_path):
             return "an image that skips the attention has no keys by which tokens could be merged"
         return None
@@ -245,12 +250,12 @@ class Part(NamedTuple):
     """Branches of blocks that one call computes, and a reduction after them.
 
     branches  the branches, None if there is only a reduction
-    block     the block with the reduction, None if there is none
+    reduced   the position of the block with the reduction, None if there is none
     needs     what the reduction needs of the attention, see the contract in `smallvit.reduction`
     """
 
     branches: Any
-    block: Any
+    reduced: int | None
     needs: tuple[str, ...]
 
 
@@ -259,31 +264,51 @@ def parts_of(blocks: Sequence[Block]) -> Iterator[Part]:
     whose reduction asks for its saliency is alone in a part, because the saliency is computed from the tokens before it.
     """
     found: list[tuple[Block, bool]] = []
-    for block in blocks:
+    for index, block in enumerate(blocks):
         reduction, needs = block.reduction, needs_of(block.reduction) or ()
         first = runs_before_attention(reduction)
         if found and (first or "saliency" in needs):
-            yield Part(NativeBranches(found), block if first else None, ())
+            yield Part(NativeBranches(found), index if first else None, ())
             found = []
         elif first:
-            yield Part(None, block, ())
+            yield Part(None, index, ())
         found.append((block, True))
         if reduction is not None and not first:
-            yield Part(NativeBranches(found), block, needs)
+            yield Part(NativeBranches(found), index, needs)
             found = []
         found.append((block, False))
     yield Part(NativeBranches(found), None, ())
 
 
 def needs_of(reduction: Any) -> tuple[str, ...] | None:
-    """Return what the class of a reduction says about its needs, or None if only a parent class says something."""
-    return vars(type(reduction)).get("needs")
+    """Return what the class of a reduction says about its needs, or None if it says nothing that is known. What only a parent
+    class says does not count.
+    """
+    needs = vars(type(reduction)).get("needs")
+    return needs if isinstance(needs, tuple) and {*needs} <= {"key", "saliency"} else None
+
+
+def goes_on(x: Tensor, size: Tensor | None, width: int) -> bool:
+    """Return whether the kernel can go on with the tokens and the sizes that a reduction returned. It reads 32-bit floats, and
+    has no gradient for sizes. `width` is that of the tokens.
+    """
+    if type(x) is not Tensor or x.dtype != torch.float32 or x.device.type != "cpu" or x.ndim != 3 or not x.numel():
+        return False
+    return x.shape[2] == width and (size is None or (size.shape == x.shape[:2] and not size.requires_grad))
+
+
+def rest(blocks: Sequence[Any], x: Tensor, size: Tensor | None, places: Any) -> tuple:
+    """Return what PyTorch computes of blocks from the reduction of the first one on, which gave `x`, `size` and `places`."""
+    first, *others = blocks
+    if runs_before_attention(first.reduction):
+        x = x + first.branch1(first.attention(first.norm1(x), size).x)
+    x = x + first.branch2(first.mlp(first.norm2(x)))
+    return one_after_another(others, x, size, None, places)
 
 
 def saliency(block: Any, x: Tensor, size: Tensor | None, queries: int | None = None) -> Tensor:
     """Return how much attention each token receives in a block, (b, n), like `AttentionOutput.saliency`. `x` are the tokens
-    before the attention. PyTorch computes the keys and the first `queries` queries once more, which takes less time than to
-    leave the block to PyTorch.
+    before the attention. PyTorch computes the keys and the first `queries` queries once more.
     """
     attention, n = block.attention, x.shape[1]
     scale, masks_self = plain_attention(attention)  # pyright: ignore[reportGeneralTypeIssues]

@@ -76,18 +76,20 @@ class Pool:
             memory = min(fitting, key=Tensor.numel, default=None)
             oldest = self.loans - IDLE_LOANS * self.most
             self.free = {other: loan for other, loan in self.free.items() if other is not memory and loan >= oldest}
-        return Loan(self, new_memory(floats) if memory is None else memory)
+        return Loan(self, new_memory(floats) if memory is None else memory, floats)
 
 
 class Loan:
     """Memory of a pool, to which it returns when nobody refers to this object any more."""
 
-    def __init__(self, pool: Pool, memory: Tensor):
-        self.pool, self.memory, self.pointer = pool, memory, pointer(memory)
+    def __init__(self, pool: Pool, memory: Tensor, floats: int):
+        self.pool, self.memory, self.floats, self.pointer = pool, memory, floats, pointer(memory)
 
     def as_tensor(self) -> Tensor:
-        """Return the memory as a tensor, which autograd can save and free. The loan ends when the tensor is gone."""
-        tensor: Any = self.memory.detach()
+        """Return the memory as a tensor of as many floats as were asked for, which autograd can save and free. The loan ends
+        when the tensor is gone.
+        """
+        tensor: Any = self.memory.detach()[: self.floats]
         tensor.loan = self
         return tensor
 

@@ -14,9 +14,8 @@ it is called before attention instead, as `(x, size)`.
 - `left(n)` returns how many of n tokens are left after the module in evaluation, or None if that depends on the image, as
   without `left`. `macs(n, head_dim)`, if present, returns the cost of the reduction itself in multiply-adds.
 - An attribute `needs`, which each class sets for itself, names the functions of the attention that the module calls: "key",
-  "saliency", both or none of them, as a tuple. It says that the module uses the keys without a gradient. The native
-  kernel then computes the block. A true attribute `learns_sizes` says that the sizes that it returns have a gradient; the
-  kernel then computes the block only where no gradients are wanted.
+  "saliency", both or none of them, as a tuple; the others are None. It says that the module uses the keys without a
+  gradient. The native kernel then computes the block, and PyTorch computes what follows sizes with a gradient.
 - A true attribute `merges_best_pairs`, which each class sets for itself, says in addition that the module merges the
   `count(n)` best pairs of patches behind `prefix` tokens as `Merge` does. `count(n)` is at most half of the patches. Compiled
   code then merges them, and does not call the module.

@@ -36,8 +36,7 @@ class LearnedPrune(nn.Module):
     Raises   ValueError for a `keep` outside (0, 1], or a block that does not exist.
     """
 
-    first = learns_sizes = True
-    needs = ()
+    first, needs = True, ()
 
     def __init__(self, context: LayerContext, *, keep: float = 0.7, layers: tuple | None = None):
         super().__init__()

@@ -95,7 +95,8 @@ class Prune(nn.Module):
         if self.fuse != "none":
             weight = gather_tokens(score, dropped - p).to(x.dtype)
             if self.fuse == "mean":
-                weight = weight / weight.sum(1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+                total = weight.sum(1, keepdim=True)
+                weight = weight / torch.where(total > 0, total, 1.0)  # 0 if all of them were removed before
             tokens.append(weight[:, None] @ gather_tokens(x, dropped))
             if size is not None:
                 fused = gather_tokens(size, dropped).sum(1, keepdim=True)
