@@ -158,6 +158,8 @@ def test_the_terminal_shows_the_main_condition_and_names_the_others(rows):
     assert "100 labels, 2,000 steps, tuned: test accuracy" in seen and "500 steps:" not in seen
     assert seen.splitlines()[-1] == "The report also shows 2 other conditions (common settings, shorter training)."
     assert "The report also shows" not in text(cell(SHORT))
+    of_one_length = [record for record in rows if record.length == max(record.length for record in rows)]
+    assert text(of_one_length).splitlines()[-1] == "The report also shows 1 other condition (common settings)."
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def markdown(
             parts += [_md(page["explained"][heading])] if heading in page["explained"] else []
             parts += ["</details>"] if folded else []
         failures = [text for text, _ in page["failures"]]
-        for heading, lines in (("Warnings", page["warnings"]), ("Failures", failures)):
+        for heading, lines in (("Warnings", page["warnings"]), ("Failures and missing runs", failures)):
             parts += [f"## {heading}", _list(lines)] if lines else []
         parts += ["## Unavailable here", _md(page["unavailable"])] if page["unavailable"] else []
         differences = [f"{arm}: {'; '.join(lines)}" for arm, lines in page["changes"].items()]
@@ -173,8 +173,11 @@ def text(records: Sequence[Record]) -> str:
             lines.append(f"  {row.arm:{width}}  {mean_sd(row)}" + f" ({row.score})" * (score_of(row) != score))
     judged = [row for row in comparison.main_rows if row.role == "technique" and not row.unavailable]
     lines += ["", *(format.sentence(comparison, row) for row in judged if row.values or row.failed)]
-    if others := len(comparison.done.difference(comparison.main)):
-        lines.append(f"The report also shows {how_many(others, 'other condition')} (common settings, shorter training).")
+    if others := comparison.done.difference(comparison.main):
+        untuned = any(c.tuned for c in comparison.main) and not all(c.tuned for c in others)
+        shorter = not {c.length for c in others} <= {c.length for c in comparison.main}
+        kinds = ", ".join(["common settings"] * untuned + ["shorter training"] * shorter)
+        lines.append(f"The report also shows {how_many(len(others), 'other condition')} ({kinds}).")
     if waiting := [condition.title for condition in comparison.conditions if condition not in comparison.done]:
         lines.append(f"Without a result: {'; '.join(waiting)}.")
     return "\n".join(lines)

@@ -29,6 +29,7 @@ def notes(comparison: Comparison, warnings: Sequence[str], records: Sequence[Rec
     finished, total = runs_done(comparison, records)
     s = "s" * (comparison.earlier > 1)
     removed = f"{comparison.earlier} further comparison{s} whose arms were removed from the recipe after they had been run"
+    removed += ", or had other settings when they were run"
     out = [longer(comparison), *help_for_undecided(comparison, more_seeds), *methods(comparison), *limits(comparison)]
     skipped = max((r.skipped_files or 0 for r in records), default=0)
     what = f"{skipped:,} image files could not be read and were" if skipped > 1 else "1 image file could not be read and was"
