@@ -37,6 +37,7 @@ FORMAT = 2  # of a record; raised when the meaning of a field changes
 CHECKSUM = "checksum"  # in the JSON of a record: the hash of all other fields
 MOST_BYTES = 2**26  # of one record; a file with all records of a recipe may have 16 times as many
 MOST_WEIGHTS = 2**36  # bytes of a file of weights
+LONGEST_NAME = 100  # characters of an arm in the name of its folder
 RANDOM = "random initialization"  # the reference arm that probes an untrained model
 
 ROLES = ("baseline", "technique", "reference", "dependency")
@@ -268,6 +269,47 @@ def recorded_folders(place: Path) -> list[Path]:
     return [folder for folder in folders if len(folder.relative_to(place).parts) <= 3]
 
 
+def arm_folder(arm: str, role: str) -> str:
+    """Return the name of the folder with the runs of an arm (variant), in which other characters than letters, digits, "+", "-"
+    and "." are replaced. Runs with the role "dependency" lie in `dependencies`, because different comparisons may give them
+    different names.
+    """
+    plain = re.sub(r"[^A-Za-z0-9+.-]+", "-", arm)[:LONGEST_NAME].strip("-.") or "arm"
+    return "dependencies" if role == "dependency" else plain
+
+
+def run_folder(seed: int, fingerprint: str) -> str:
+    """Return the name of the folder of a run, such as `seed0-1a2b3c4d`: its seed and the hash of its settings, shortened."""
+    return f"seed{seed}-{fingerprint[:8]}"
+
+
+def without_copies(found: Iterable[tuple[Path, Record]]) -> tuple[list[tuple[Path, Record]], str]:
+    """Return one record for each run of each arm (variant), and a note that names two folders with records of the same run, for
+    example after a folder was copied from another machine. `found` are pairs of a folder and the record in it, and so is the
+    result. The note is empty if there is no such run.
+
+    The record that is used is that of the folder in which `smallvit run` stores the run, if there is one.
+    """
+    places: dict[tuple, list[tuple[Path, Record]]] = {}
+    for place, record in found:
+        places.setdefault((record.fingerprint, record.arm, record.role, record.labels), []).append((place, record))
+
+    def has_other_name(pair: tuple[Path, Record]) -> tuple[bool, bool]:
+        place, record = pair
+        is_renamed = place.name != run_folder(record.seed, record.fingerprint)
+        return is_renamed, place.parent.name != arm_folder(record.arm, record.role)
+
+    kept = [min(each, key=has_other_name) for each in places.values()]
+    several = [(used, each) for used, each in zip(kept, places.values()) if len(each) > 1 and not has_other_name(used)[0]]
+    if not several:
+        return kept, ""
+    (used, _), each = several[0]
+    other = next(place for place, _ in each if place != used)
+    more = f"; {how_many(len(several) - 1, 'other run also has', 'other runs also have')} several records"
+    note = f"{used} and {other} hold records of the same run; the first one is used, and the second one is ignored"
+    return kept, note + more * (len(several) > 1)
+
+
 def read_record(folder: Path) -> Record | None:
     """Return the record (results) of a run, read from the file `record.json` in the folder of the run. Return None if there is
     no such file.
@@ -428,8 +470,9 @@ def user_line(traceback: str) -> str:
 
 
 def damaged_weights(folder: Path, record: Record) -> str | None:
-    """Return an error message if the weights file in the folder of a run is damaged, which means that its hash is not the one
-    in `record` (the results of the run). Otherwise return None.
+    """Return an error message if the weights file in the folder of a run is damaged or belongs to another record, for example
+    after one of the two files was copied from another machine: its hash is not the one in `record` (the results of the run).
+    Otherwise return None.
 
     A process that was killed after it wrote the record may have left the weights under a temporary name. They are moved to
     their place first.
@@ -449,7 +492,7 @@ def damaged_weights(folder: Path, record: Record) -> str | None:
                 return None
     if weights_hash(path) in (None, record.weights_sha256):  # another process has moved them
         return None
-    return f"{path} is damaged: its hash differs from the one in {RECORD}"
+    return f"{path} is damaged, or does not belong to the {RECORD} beside it: its hash differs from the one in the record"
 
 
 def weights_hash(path: Path) -> str | None:

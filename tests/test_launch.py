@@ -65,7 +65,10 @@ def test_damaged_file_of_reads_is_named_before_anything_is_trained(tmp_path):
 
 def test_damaged_file_that_another_process_has_renamed_or_that_cannot_be_renamed(tmp_path, monkeypatch, capsys):
     Damaged(tmp_path / RECORD).set_aside()
-    assert "renamed" in capsys.readouterr().err
+    assert f"{RECORD} is damaged; renamed" in capsys.readouterr().err
+    Damaged(tmp_path / WEIGHTS, tmp_path / RECORD).set_aside()
+    assert f"{WEIGHTS} does not belong to the {RECORD} beside it, or is damaged; renamed" in capsys.readouterr().err
+    assert "is damaged, or does not belong to the record.json beside it; smallvit run" in str(Damaged(tmp_path / WEIGHTS))
     (tmp_path / RECORD).touch()
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(NotWritten, match="is damaged and cannot be renamed: Permission denied; make its folder writable"):

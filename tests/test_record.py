@@ -22,10 +22,13 @@ from smallvit.record import (
     NEEDED,
     RECORD,
     Record,
+    arm_folder,
     damaged_weights,
     one_picture_per_arm,
     read_record,
     read_records,
+    run_folder,
+    without_copies,
     write_record,
     write_records,
 )
@@ -264,6 +267,20 @@ def test_damaged_weights_are_told_from_intact_and_missing_ones(tmp_path):
     assert damaged_weights(tmp_path, record) is None
     weights.write_bytes(b"wEights")
     assert damaged_weights(tmp_path, record).startswith(f"{weights} is damaged")
+    assert "is damaged, or does not belong to the record.json beside it: its hash" in damaged_weights(tmp_path, record)
+
+
+def test_of_several_records_of_a_run_the_one_in_its_own_folder_is_used():
+    run = Path("all", arm_folder(FULL.arm, FULL.role), run_folder(FULL.seed, FULL.fingerprint))
+    copies = [run.with_name("a copy"), run, run.with_name(f"{run.name}-m3")]
+    other, init = replace(FULL, seed=4, fingerprint="f" * 16), replace(FULL, role="dependency", arm="init")
+    found = [(place, FULL) for place in copies] + [(Path("all", "x", "seed4-ffffffff"), other), (Path("all", "dependencies", run.name), init)]
+    kept, note = without_copies(found)
+    assert kept == [(run, FULL), *found[3:]] and "several" not in note
+    assert note.startswith(f"{run} and {copies[0]} hold records of the same run; the first one is used, and the second one is ignored")
+    assert without_copies(kept) == (kept, "")
+    _, note = without_copies([*found, (Path("all", "y", "seed4-ffffffff"), other)])
+    assert note.endswith("; 1 other run also has several records")
 
 
 # What a record can be asked

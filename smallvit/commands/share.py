@@ -34,7 +34,7 @@ def other_seeds(run: Path) -> list[Record]:
     if record is None:
         return []
     settings, beside = settings_of(record.run, "seed"), sorted(run.absolute().parent.iterdir())
-    return [other for other in finished_records(beside) if settings_of(other.run, "seed") == settings]
+    return [other for _, other in finished_records(beside) if settings_of(other.run, "seed") == settings]
 
 
 def local_paths(record: Record | None) -> list[str]:

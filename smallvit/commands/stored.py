@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,7 @@ from smallvit.ablation import ArmRun, by_cell
 from smallvit.looks import Looks, first_seeds, read_looks
 from smallvit.passes import passes_of
 from smallvit.recipe import by_settings
-from smallvit.record import Record, read_record, recorded_folders, settings_of
+from smallvit.record import Record, read_record, recorded_folders, settings_of, without_copies
 from smallvit.verdicts.compare import schedule
 from smallvit.verdicts.comparison import Condition, condition_of
 
@@ -32,12 +33,12 @@ def stored_records(out: Path, recipe: str) -> list[Record]:
     lists, and also if they were trained when recipe and folder had another name. `out` is the folder of all results, and
     `recipe` is the name of the recipe file. Damaged records, and records of another version of smallvit, are left out.
     """
-    return finished_records(recorded_folders(out / recipe))
+    return [record for _, record in finished_records(recorded_folders(out / recipe))]
 
 
-def finished_records(folders: Iterable[Path]) -> list[Record]:
-    """Return the records (saved results) of the finished runs in `folders`, in this order. Folders without a record, damaged
-    records, and records of another version of smallvit are left out.
+def finished_records(folders: Iterable[Path]) -> list[tuple[Path, Record]]:
+    """Return the finished runs in `folders`, in this order, as pairs of the folder and the record (saved results). Folders
+    without a record, damaged records, and records of another version of smallvit are left out.
     """
     found = []
     for folder in folders:
@@ -46,7 +47,7 @@ def finished_records(folders: Iterable[Path]) -> list[Record]:
         except (OSError, ValueError):
             continue
         if record and record.finished:
-            found.append(record)
+            found.append((folder, record))
     return found
 
 
@@ -127,8 +128,13 @@ def known_looks(runs: Sequence[ArmRun], out: Path, recipe: str, committed: Seque
     They are those of the file `looks.json` and of the records: a comparison that was tested several times stays such a
     comparison if the file is gone, and an arm with a new name has as many seeds as before. The runs of the first look may have
     been trained before the looks were planned. So all runs of an arm count, if one of them was trained for a look.
+
+    Prints a note if several folders hold a record of the same run: each command that reads the records begins here.
     """
-    file, records = read_looks(out / recipe), [*stored_records(out, recipe), *committed]
+    stored, note = without_copies(finished_records(recorded_folders(out / recipe)))
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    file, records = read_looks(out / recipe), [*(record for _, record in stored), *committed]
     current = by_settings(runs, seeds_in(records)) if any(record.looks for record in records) else {}
     records = [record for record in records if record.fingerprint in current]
     with_looks = [record for record in records if record.looks]

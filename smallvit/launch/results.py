@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -20,7 +19,6 @@ from smallvit.train.failures import has_text, is_out_of_memory
 from smallvit.train.fit import Tags, new_record
 from smallvit.train.publish import publish
 
-LONGEST_NAME = 100  # characters of an arm in the name of its folder
 # What the system reports if a disk, a folder, the memory or a limit is the reason of an error, and not the run
 ENVIRONMENT = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.EAGAIN,
@@ -39,11 +37,13 @@ class Killed(Interrupted):
 
 class Damaged(ValueError):
     """Error for a run whose results or weights file is damaged, so that the run must be trained again. `files` are the files to
-    rename. The first one is the damaged file.
+    rename. The first one is the damaged file. A weights file may also be intact and belong to another record, which was copied
+    from another machine.
     """
 
     def __init__(self, *files: Path):
-        super().__init__(f"{files[0]} is damaged; smallvit run trains this run again")
+        foreign = f", or does not belong to the {records.RECORD} beside it" * (files[0].name == records.WEIGHTS)
+        super().__init__(f"{files[0]} is damaged{foreign}; smallvit run trains this run again")
         self.files = files
 
     def set_aside(self):
@@ -52,7 +52,9 @@ class Damaged(ValueError):
         """
         for path in self.files:
             rename_damaged(path)
-        print(f"note: {self.files[0]} is damaged; renamed to *.damaged, and the run is trained again", file=sys.stderr)
+        foreign = f"does not belong to the {records.RECORD} beside it, or " * (self.files[0].name == records.WEIGHTS)
+        text = f"note: {self.files[0]} {foreign}is damaged; renamed to *.damaged, and the run is trained again"
+        print(text, file=sys.stderr)
 
 
 def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
@@ -63,13 +65,12 @@ def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
     same run has one under another name of the arm, the result is that folder: the arm was renamed. The same holds for a
     checkpoint, if the run was interrupted before the arm was renamed.
 
-    The name of the arm is reduced to letters, digits, "+", "-" and ".". Runs that are trained only because another run needs
-    them lie in `dependencies`, because different comparisons may give them different names.
+    The name of the arm is reduced to letters, digits, "+", "-" and "." (see `arm_folder`). Runs that are trained only because
+    another run needs them lie in `dependencies`, because different comparisons may give them different names.
     """
-    arm = re.sub(r"[^A-Za-z0-9+.-]+", "-", entry.arm)[:LONGEST_NAME].strip("-.") or "arm"
     labels = "all" if entry.labels is None else str(entry.labels)
-    arms, name = Path(out, recipe, labels), f"seed{entry.seed}-{fingerprint(entry.run)[:8]}"
-    place = arms / ("dependencies" if entry.role == "dependency" else arm) / name
+    arms, name = Path(out, recipe, labels), records.run_folder(entry.seed, fingerprint(entry.run))
+    place = arms / records.arm_folder(entry.arm, entry.role) / name
     if entry.role == "dependency" or (place / records.RECORD).exists():
         return place
     others = [path for path in sorted(arms.glob(f"*/{name}")) if path.parent.name != "dependencies"]
