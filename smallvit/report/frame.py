@@ -1,14 +1,17 @@
 """The results of a recipe's runs as a pandas DataFrame."""
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smallvit.recipe import by_settings, find_recipe, load_recipe
-from smallvit.record import TYPES, Record, read_record, read_records, recorded_folders
+from smallvit.record import TYPES, Record, read_record, read_records, recorded_folders, without_copies
 from smallvit.run import fingerprint
 from smallvit.verdicts.comparison import condition_of
+from smallvit.verdicts.folds import pass_and_fold
+from smallvit.words import how_many
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -25,13 +28,27 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
     the run with the settings of the recipe as it is now.
 
         frame = smallvit.records("quickstart")
-        frame.groupby(["labels", "arm"])["result"].agg(["mean", "std"])
+        now = frame[frame["current"]]
+        now.groupby(["labels", "arm"], dropna=False)["result"].agg(["mean", "std"])
 
     The columns are the fields of `Record` that hold a number or a short text, such as `arm`, `labels`, `seed`, `status` and
     `score`. `result` is the number by which the run is judged. `test_<name>` and `val_<name>` are the numbers measured on
     the test and validation images. `tuned` says whether the settings were tuned. `source` is "runs" or "committed". `current`
     is True for runs with the settings of the recipe as it is now, and False for runs of an earlier version; seeds may differ. A
-    value that does not exist is missing. Scores are not in percent.
+    value that does not exist is missing, such as `labels` if all images have labels: `dropna=False` keeps these rows. Scores
+    are not in percent.
+
+    In a cross-validation, a row is one fold of one pass, and the columns `pass` and `fold` say which one; without folds, they
+    are missing. Folds may have different numbers of test images, so the score of a pass is a mean that is weighted by them. A
+    report shows the mean and the standard deviation over the complete passes, here of 5 folds:
+
+        share = now["result"] * now["test_images"] / now["pool_images"]
+        passes = share.groupby([now["labels"], now["arm"], now["pass"]], dropna=False).sum(min_count=5)
+        passes.groupby(["labels", "arm"], dropna=False).agg(["mean", "std"])
+
+    If the recipe has several training lengths or tuned settings, add `length` or `tuned` to the columns that form the groups.
+
+    Warns if there are rows of an earlier version of the recipe, and if several folders hold a record of the same run.
 
     Raises   ValueError if there is no such recipe, if it cannot be loaded or has no records, if a file is damaged, or if pandas
              is not installed.
@@ -41,7 +58,10 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
     except ImportError as error:
         raise ValueError("records needs pandas, which is not installed; install it with: pip install pandas") from error
     path = find_recipe(str(recipe))
-    before, now = committed(path), stored(Path(out) / path.stem)
+    stored, note = stored_records(Path(out) / path.stem)
+    before, now = [(record, "committed") for record in committed(path)], [(record, "runs") for record in stored]
+    if note:
+        warnings.warn(note, stacklevel=2)
     runs = load_recipe(path).RUNS
     seeds = {record.seed for record, _ in before + now}
     current, entries = fingerprints(runs, seeds), by_settings(runs, seeds)
@@ -60,6 +80,12 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
             f"the recipe {path.stem} has no records, neither in {Path(out) / path.stem} nor in {path.with_suffix('.jsonl')}; "
             f"start its runs with: smallvit run {recipe}"
         )
+    if earlier := sum(not row["current"] for row in found.values()):
+        rows_are = how_many(earlier, "row is of a run", "rows are of runs")
+        warnings.warn(
+            f"{rows_are} with other settings than {path.name} has now; to leave them out, use frame[frame['current']]",
+            stacklevel=2,
+        )
     return pandas.DataFrame(list(found.values()))
 
 
@@ -76,19 +102,20 @@ def fingerprints(runs: Iterable[Any], seeds: Iterable[int]) -> set[str]:
     return found
 
 
-def committed(path: Path) -> list[tuple[Record, str]]:
-    """Return the records (results of a run) in the `.jsonl` file beside the recipe file `path`, as pairs with the text
-    "committed".
-    """
+def committed(path: Path) -> list[Record]:
+    """Return the records (results of a run) in the `.jsonl` file beside the recipe file `path`."""
     file = path.with_suffix(".jsonl")
-    return [(record, "committed") for record in read_records(file)] if file.exists() else []
+    return read_records(file) if file.exists() else []
 
 
-def stored(folder: Path) -> list[tuple[Record, str]]:
-    """Return the records (results of a run) of a recipe in its folder of runs, as pairs with the text "runs". Runs that other
-    runs need, such as pretraining, are included, and runs that were trained when the recipe had another name.
+def stored_records(folder: Path) -> tuple[list[Record], str]:
+    """Return the records (results of a run) of a recipe in its folder of runs, and a note if several folders hold a record of
+    the same run, of which one is used. Runs that other runs need, such as pretraining, are included, and runs that were trained
+    when the recipe had another name.
     """
-    return [(record, "runs") for record in map(read_record, recorded_folders(folder)) if record is not None]
+    found = [(place, record) for place in recorded_folders(folder) if (record := read_record(place)) is not None]
+    kept, note = without_copies(found)
+    return [record for _, record in kept], note
 
 
 def flat(record: Record) -> dict[str, Any]:
@@ -98,6 +125,7 @@ def flat(record: Record) -> dict[str, Any]:
     short = [f.name for f in fields(Record) if f.name not in PACKED and not {dict, list} & set(TYPES[f.name])]
     values = {name: getattr(record, name) for name in short} | {"tuned": record.tuning is not None}
     values["result"] = (record.test or {}).get(record.score)
+    values["pass"], values["fold"] = pass_and_fold(record.seed, record.folds) if record.folds else (None, None)
     for part in ("test", "val"):
         values |= {f"{part}_{name}": number for name, number in (getattr(record, part) or {}).items()}
     return values
