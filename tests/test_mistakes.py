@@ -1,5 +1,6 @@
 """smallvit report R --mistakes ARM: the drawing of the images, and the command that trains an arm without models."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from toys import TINY_VIT
 
 from smallvit import ArmRun, Run, SmallCNN, ablate, arrays, fit
-from smallvit.commands.mistakes import Mistake, draw, show_mistakes
+from smallvit.commands.mistakes import Mistake, draw, each_tested_by, show_mistakes
 from smallvit.launch.results import folder
 from smallvit.train.fit import Tags
 from smallvit.verdicts import compare
@@ -48,6 +49,17 @@ def test_mistakes_on_images_that_have_changed_are_refused(tmp_path):
     np.savez(tmp_path / "a.npz", images=pixels, labels=np.arange(22) % 2)
     with pytest.raises(ValueError, match=r"have changed since 'scratch' was trained.*; restore the data, or"):
         show_mistakes(*given)
+
+
+def test_mistakes_in_a_cross_validation_say_how_many_runs_tested_each_image(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (22, 8, 8), np.uint8)
+    np.savez(tmp_path / "a.npz", images=pixels, labels=np.arange(22) % 2)
+    run = Run(data=partial(arrays, path=str(tmp_path / "a.npz"), folds=2), model=TINY_VIT, val=2, steps=1, batch=8)
+    entries = [ArmRun(run=run.at_seed(seed), arm="scratch", role="baseline") for seed in range(2)]
+    found = [fit(e.run, folder(e, tmp_path, "lab"), tags=Tags("lab", "scratch", "baseline")) for e in entries]
+    text = show_mistakes("scratch", entries, found, compare(found), tmp_path, "lab", "smallvit run lab")
+    assert " of 22 test images are wrong in at least one of 2 runs; each image was tested by 1 of them\n" in text
+    assert each_tested_by([mistake()], 3) == "" and each_tested_by([mistake(), replace(mistake(), tested=2)], 9).endswith("by 2 to 3 of them")
 
 
 def test_arm_without_models_is_refused_with_the_command_that_trains_it():

@@ -89,11 +89,23 @@ def show_mistakes(
     found = find_mistakes(entries, out, recipe)
     wrong = sorted((m for m in found if m.guesses), key=lambda m: (-len(m.guesses) / m.tested, -m.surety, m.image))
     title = f"Mistakes of {arm} at {condition.title}: {len(wrong):,} of {len(found):,} test images are wrong in at least one of"
-    lines = [f"{title} {how_many(len(entries), 'run')}"]
+    lines = [f"{title} {how_many(len(entries), 'run')}{each_tested_by(found, len(entries))}"]
     if wrong:
         path = out / recipe / f"mistakes-{re.sub(r'[^A-Za-z0-9]+', '-', arm).strip('-') or 'arm'}.png"
         lines += [table(wrong[:SHOWN]), draw(wrong[:SHOWN], path)]
     return "\n".join(lines)
+
+
+def each_tested_by(found: Sequence[Mistake], runs: int) -> str:
+    """Return a text that says how many of `runs` runs tested each image, such as `; each image was tested by 8 of them`. In a
+    cross-validation, these are the runs of one fold of each pass. The text is empty if all runs tested all images. `found` are
+    the predictions for each test image.
+    """
+    counts = {mistake.tested for mistake in found}
+    if counts <= {runs}:
+        return ""
+    number = str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    return f"; each image was tested by {number} of them"
 
 
 def image_names(runs: Sequence[ArmRun], records: Sequence[Record], arm: str) -> list[str] | None:
