@@ -210,9 +210,9 @@ HELP = {  # of an option in all commands, or of "COMMAND OPTION"
     "--address": "with --on ray: host:port of the cluster, or local to start Ray on this machine (default: auto)",
     "--log": "send learning curves and results to tensorboard, wandb or mlflow",
     "--watch": "show it again every 2 seconds until all runs have ended",
-    "--until-decided": "look at the verdicts after 6, 8, 12, 16, 24 and 32 seeds, and train more seeds only of the arms "
-    "without a verdict so far",
-    "--max-seeds": "with --until-decided: use at most N seeds (default: 32)",
+    "--until-decided": "look at the verdicts after 6, 8, 12, 16, 24 and 32 seeds (in a cross-validation: passes), and train "
+    "more seeds only of the arms without a verdict so far",
+    "--max-seeds": "with --until-decided: use at most N seeds, or passes in a cross-validation (default: 32)",
     "--smoke": "train every arm for two steps only, to test that everything works",
     "--dry-run": "train nothing; print the runs, how the arms differ, and the estimated time",
     "--retry": "train failed runs again",

@@ -123,5 +123,6 @@ def choose_schedule(
     if not seen or (declared < looks[0] and not folds):
         return tuple(looks)
     if declared >= looks[-1]:
-        raise ValueError(f"the recipe has {declared} seeds with results, and the last look is at {looks[-1]}; nothing to add")
+        units = "passes" if folds else "seeds"
+        raise ValueError(f"the recipe has {declared} {units} with results, and the last look is at {looks[-1]}; nothing to add")
     return tuple(added) if declared == added[0] else (declared, *(n for n in looks if n > declared))

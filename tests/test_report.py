@@ -330,7 +330,7 @@ ANSWERS = {
     ),
     "too few seeds": (
         records({"s": 0, "+A": 0.05, "+B": 0}, seeds=5),
-        r"No verdict is possible yet\. All 2 comparisons have fewer than the 6 seeds that a verdict needs\.",
+        r"No verdict is possible yet\. Both comparisons have fewer than the 6 seeds that a verdict needs\.",
     ),
     "before the first look": (
         change(records({"s": 0, "+A": 0.05}, seeds=7), None, looks=[8, 16, 32]),

@@ -340,7 +340,7 @@ def test_looks_count_passes():
     row = row_of([replace(r, looks=[6, 8, 12]) for r in weak if r.seed < 6 * K])
     assert row.reason.endswith("the next look is at 8 passes")
     early = row_of([replace(r, looks=[6, 8, 12]) for r in weak if r.seed < 3 * K])
-    assert (early.verdict, early.reason) == ("not enough seeds", "3 of the 6 pairs of the first look")
+    assert (early.verdict, early.reason) == ("not enough seeds", "3 of the 6 passes of the first look")
     words = "1 comparison has fewer than the 6 passes of the first look."
     assert answer(compare([replace(r, looks=[6, 8, 12]) for r in weak if r.seed < 3 * K])).endswith(words)
 

@@ -29,23 +29,25 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     The saved object is the content of `looks.json` in the folder of the runs, or that of the records if the file is gone. If it
     is None, `first_schedule` chooses the schedule.
 
+    In a cross-validation, `--max-seeds` and the looks count passes over all folds.
+
     Raises ValueError if `--max-seeds` is below the first look or the present number of seeds of a selected arm, or above the
     last look, if `--only` leaves out the control of a selected arm, and if the added seeds would be those of the trials of
     `smallvit tune`.
     """
     if looks is None:
         looks = Looks(first_schedule(runs, out, recipe), {})
-    first = looks.schedule[0]
+    first, units = looks.schedule[0], "passes" if runs[0].run.folds else "seeds"
     if options.max_seeds is not None and options.max_seeds < first:
-        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at least {first}, the seeds of the first look")
+        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at least {first}, the {units} of the first look")
     if options.max_seeds is not None and options.max_seeds > LOOKS[-1]:
-        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the seeds of the last look")
+        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the {units} of the last look")
     selected = {entry.cell for entry in only(runs, options.only)}
     most = max(looks.at(cell) for cell in selected)
     if options.max_seeds is not None and options.max_seeds < most:
         raise ValueError(
-            f"--max-seeds is {options.max_seeds}, but an earlier command has chosen {most} seeds for an arm; expected at least "
-            f"{most}; to see what there is now, use smallvit report"
+            f"--max-seeds is {options.max_seeds}, but an earlier command has chosen {most} {units} for an arm; expected at "
+            f"least {most}; to see what there is now, use smallvit report"
         )
     baseline = only_baseline(runs)
     controls = {entry.arm: entry.baseline or baseline for entry in runs}

@@ -6,7 +6,7 @@ from smallvit.record import Record, format_labels
 from smallvit.verdicts.comparison import Comparison, Row, condition_of
 from smallvit.verdicts.contrasts import tuned_pairs
 from smallvit.verdicts.statistics import MIN_PAIRS
-from smallvit.words import join_names
+from smallvit.words import how_many, join_names
 
 from .format import NAMED, at_labels, baselines
 from .units import same_score, score_in, score_of
@@ -41,8 +41,9 @@ def answer(comparison: Comparison) -> str:
         ("no verdict", "no verdict, for the reasons in the table"),
     ):
         if count := sum(row.verdict == verdict for row in judged):
-            every = "all " if 1 < count == len(judged) else ""
-            second += [f"{every}{count} comparison{'s have' if count > 1 else ' has'} {problem}"]
+            every = "both" if count == 2 else f"all {count:,}"
+            some = how_many(count, "comparison has", "comparisons have")
+            second += [f"{f'{every} comparisons have' if 1 < count == len(judged) else some} {problem}"]
     texts = (first, small_cnn(comparison), "; ".join(second), common_settings(comparison))
     return " ".join(f"{text[0].upper()}{text[1:]}." for text in texts if text)
 

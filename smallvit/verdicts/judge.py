@@ -205,7 +205,7 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
         where = "images in groups" if d.groups else "a cross-validation"
         return "no verdict", f"the score is not recorded for each test image, and for {where} a test needs that"
     if looks and not d.looks:
-        return "not enough seeds", f"{n} of the {looks[0]} pairs of the first look"
+        return "not enough seeds", f"{n} of the {looks[0]} {'passes' if d.folds else 'pairs'} of the first look"
     if d.single_folds:
         same = "the same difference for every fold, so no test is possible; check that the folds differ"
         return ("no verdict", same) if d.p is None else ("", "")
