@@ -1,6 +1,7 @@
 """`smallvit run --until-decided`: more seeds where a verdict is open, also after an interruption; and `smallvit explore`."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -10,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 from toys import write_recipe
 
-from smallvit import ArmRun, PatchEmbed, Run, Tune, ViT, ablate, digits, fingerprint
+from smallvit import ArmRun, PatchEmbed, Run, Tune, ViT, ablate, arrays, digits, fingerprint
 from smallvit.__main__ import main
 from smallvit.commands import explore, until_decided
 from smallvit.commands.report import with_published
 from smallvit.commands.stored import known_looks, removed_comparisons, with_present_names
-from smallvit.launch.results import recall, tags
+from smallvit.launch.results import folder, recall, tags
 from smallvit.looks import FILE, Looks, choose_schedule, read_looks, seed_list, with_looks, write_looks
 from smallvit.recipe import load_recipe
-from smallvit.record import RECORD, Record, read_record, read_records, write_record
+from smallvit.record import RECORD, Record, read_record, read_records, write_record, write_records
 from smallvit.train.fit import new_record
 from smallvit.trials import add_trial, read_trials, trials, trials_file
 from smallvit.verdicts import ADDED_LOOKS, LOOKS
@@ -149,6 +150,14 @@ def test_fewer_seeds_than_an_earlier_command_has_chosen_are_refused(workdir, cap
     assert "--max-seeds is 8, but an earlier command has chosen 12 seeds" in capsys.readouterr().err
 
 
+def test_first_look_of_a_cross_validation_is_counted_in_passes(tmp_path):
+    pair = {arm: run.vary(data=partial(arrays, path="a.npz", folds=3)) for arm, run in PAIR.items()}
+    runs = ablate(pair, seeds=range(2), references=False)
+    for most, message in ((3, "at least 6, the passes of the first look"), (40, "at most 32, the passes of the last look")):
+        with pytest.raises(ValueError, match=f"^--max-seeds is {most}; expected {message}$"):
+            until_decided.begin(runs, None, SimpleNamespace(max_seeds=most, only=[]), tmp_path, tmp_path / "mine.py")
+
+
 def test_schedule_depends_on_what_is_known():
     assert choose_schedule(8, False, LOOKS, ADDED_LOOKS) == LOOKS
     assert choose_schedule(5, True, LOOKS, ADDED_LOOKS) == LOOKS, "five seeds have no verdict"
@@ -158,6 +167,8 @@ def test_schedule_depends_on_what_is_known():
     assert choose_schedule(2, True, LOOKS, ADDED_LOOKS, folds=True) == (2, *LOOKS), "two passes over all folds have a verdict"
     with pytest.raises(ValueError, match="32 seeds with results"):
         choose_schedule(32, True, LOOKS, ADDED_LOOKS)
+    with pytest.raises(ValueError, match="32 passes with results"):
+        choose_schedule(32, True, LOOKS, ADDED_LOOKS, folds=True)
 
 
 def runs_of(arms: dict[str, Run], count: int, looks: tuple[int, ...] | None = None) -> list[ArmRun]:
@@ -245,6 +256,44 @@ def test_committed_records_of_a_renamed_arm_and_the_family_stay_when_published(c
     assert "4 of 4 runs have no result here; their committed records in mine.jsonl stay" in capsys.readouterr().out
     assert [r.removed for r in with_published(finished(runs), records, "mine.jsonl")] == [2] * 4
     assert [(r.arm, r.baseline) for r in with_present_names(records, runs)] == [(e.arm, e.baseline) for e in runs]
+
+
+def store(entries: list[ArmRun], records: list[Record]) -> list[Path]:
+    """Write records into the folders of their runs, and return the folders."""
+    places = [folder(entry, "runs", "mine") for entry in entries]
+    for place, record in zip(places, records):
+        place.mkdir(parents=True)
+        write_record(place, record)
+    return places
+
+
+def test_publishing_says_which_committed_records_have_gone(workdir, capsys):
+    write_recipe(RECIPE.replace("40]", "40, 20]"))
+    runs = load_recipe("mine.py").RUNS
+    records = [replace(record, test_images=500) for record in finished(runs)]
+    store(runs, records)
+    assert main(["report", "mine.py", "--publish"]) == main(["report", "mine.py", "--publish"]) == 0
+    assert "committed record" not in capsys.readouterr().out, "equal records were not replaced"
+    other = [replace(records[0], test={"accuracy": 0.4}), replace(records[1], weights_sha256="ab"), *records[2:]]
+    write_records(workdir / "mine.jsonl", [replace(other[0], fingerprint="0" * 64), *other, *finished([runs[2]])])
+    assert main(["report", "mine.py", "--publish"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert shown == [
+        "note: 1 committed record of these runs is replaced by others with different results in mine.jsonl",
+        "note: 1 committed record of earlier settings is no longer in mine.jsonl",
+    ]
+    write_recipe(RECIPE.replace("40]", "40, 20]").replace("range(2)", "range(1)"))
+    assert main(["report", "mine.py", "--publish"]) == 0
+    assert "note: 6 committed records of seeds that are not used now are no longer in mine.jsonl\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["report", "status"])
+def test_two_folders_with_a_record_of_the_same_run_are_named(command, workdir, capsys):
+    runs = load_recipe("mine.py").RUNS
+    first, *_ = store(runs, finished(runs))
+    shutil.copytree(first, first.with_name(f"{first.name}-m3"))
+    assert main([command, "mine.py"]) == 0
+    assert capsys.readouterr().err.count(f"note: {first} and {first}-m3 hold records of the same run; the first one is used") == 1
 
 
 def test_added_seeds_follow_the_declared_ones():

@@ -90,7 +90,7 @@ def report(options: argparse.Namespace) -> int:
     runs = with_looks(runs, known_looks(runs, out, path.stem, committed if options.publish else ()))
     records = collected = collect(runs, out, path.stem)
     if options.publish:
-        publish(with_published(records, committed, published.name), path, module, out, options)
+        publish(with_published(records, committed, published.name), committed, path, module, out, options)
         return 0
     if all(record.status == "missing" for record in records):
         if not committed:
@@ -119,9 +119,17 @@ def report(options: argparse.Namespace) -> int:
     return status(records)
 
 
-def publish(records: Sequence[Record], path: Path, module: ModuleType, out: Path, options: argparse.Namespace):
+def publish(
+    records: Sequence[Record],
+    committed: Sequence[Record],
+    path: Path,
+    module: ModuleType,
+    out: Path,
+    options: argparse.Namespace,
+):
     """Write the records (results) of all runs of a recipe, and their report, beside the recipe file `path`, to be committed.
-    `module` is the loaded recipe, `out` is the folder of all results, and `options` are the arguments of the command line.
+    `committed` are the records that an earlier command has written there, `module` is the loaded recipe, `out` is the folder of
+    all results, and `options` are the arguments of the command line. Print how many of the committed records have gone.
 
     Raises ValueError if a run has not finished, and if a report would replace a file although nothing was published before.
     Runs whose external weights are unavailable may be missing, but no baseline.
@@ -143,8 +151,45 @@ def publish(records: Sequence[Record], path: Path, module: ModuleType, out: Path
         )
     records, target = one_picture_per_arm(records), path.with_suffix("")
     write_records(published, records)
+    for line in replaced_records(committed, records, module.RUNS, published.name):
+        print(f"note: {line}")
     write_report(path, module, records, target, models=out)
     write_tables(records, target, options)
+
+
+def replaced_records(
+    committed: Sequence[Record], records: Sequence[Record], runs: Sequence[ArmRun], file: str
+) -> list[str]:
+    """Return lines of text that say how many committed records (results) are replaced by records of the same runs with other
+    results, and how many are not published again. `committed` are the earlier records in the file called `file`, `records` are
+    those that replace them, and `runs` are the runs of the recipe.
+
+    The results of a run are other ones if its status, its score or the hash of its weights is another.
+    """
+    new = {record.fingerprint: record for record in records}
+    gone = [record for record in committed if record.fingerprint not in new]
+    earlier = with_other_settings(gone, runs)
+    lines = {
+        f"of these runs %s replaced by others with different results in {file}": sum(
+            record.fingerprint in new and has_other_results(record, new[record.fingerprint]) for record in committed
+        ),
+        f"of earlier settings %s no longer in {file}": earlier,
+        f"of seeds that are not used now %s no longer in {file}": len(gone) - earlier,
+    }
+    return [
+        how_many(count, f"committed record {text % 'is'}", f"committed records {text % 'are'}")
+        for text, count in lines.items()
+        if count
+    ]
+
+
+def has_other_results(record: Record, other: Record) -> bool:
+    """Return whether two records of the same run differ in the status, the score or the weights. The hash of the weights does
+    not count if a record lacks it.
+    """
+    hashes = {each.weights_sha256 for each in (record, other)} - {None}
+    results = {(each.status, each.score, (each.test or {}).get(each.score or "")) for each in (record, other)}
+    return len(hashes) > 1 or len(results) > 1
 
 
 def with_published(records: Sequence[Record], committed: Sequence[Record], file: str) -> list[Record]:
