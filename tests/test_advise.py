@@ -17,10 +17,11 @@ from toys import slow_after
 from smallvit.__main__ import main
 from smallvit.ablation import ablate
 from smallvit.commands.advise import advisor as phases
-from smallvit.commands.advise import command, plan
+from smallvit.commands.advise import command, page, plan
 from smallvit.commands.advise.advisor import Advisor
 from smallvit.commands.advise.answer import answer, model_to_keep, names_of
 from smallvit.commands.advise.command import check_into, opened_plan, shows_characters
+from smallvit.commands.advise.doubts import Doubts, WrongLabels
 from smallvit.commands.advise.options import KNOWN, Option, groups_of_options, known_gain, stem_layers
 from smallvit.commands.advise.page import (
     Judged,
@@ -61,6 +62,7 @@ from smallvit.commands.new import findings
 from smallvit.pretrained.weights import Unavailable, Weights
 from smallvit.recipe import find_recipe, load_recipe
 from smallvit.record import Record, read_record, read_records
+from smallvit.references import SmallCNN
 from smallvit.run import Run, describe
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison
@@ -574,6 +576,52 @@ def test_answer_begins_with_a_warning_if_nothing_was_learned(score, learned):
     assert len(others) == (1 if learned else 2)
     if not learned:
         assert "guessing (50.0%)" in first and others[0].startswith("The highest mean is 90.0% accuracy")
+
+
+def guessing(arms: dict[str, float], chosen: list[Option]) -> str:
+    """The second sentence of an answer if no model was shown to be better than guessing. `arms` are the means of the rows."""
+    found = judged(("inconclusive", 0.0), ("inconclusive", 0.0))
+    rows = [
+        replace(found.rows[0], arm=arm, mean=mean, role="reference" if arm.startswith("pixels") else "technique", new_images=(mean - 0.17, mean + 0.17))
+        for arm, mean in arms.items()
+    ]  # fmt: skip
+    record = Record(
+        recipe="recipe", arm=PLAIN, role="baseline", labels=None, seed=0, fingerprint="a", run={}, status="finished", score="accuracy",
+        test={"accuracy": 0.402}, test_images=100, test_majority=0.402,
+    )  # fmt: skip
+    return answer(replace(found, rows=tuple(rows)), chosen, [record])[1]
+
+
+def test_highest_mean_is_named_with_the_reason_why_it_does_not_count():
+    stem = [Option("stem", {"dim": "96"})]
+    reference = guessing({PLAIN: 0.402, ADVICE: 0.45, CNN: 0.44, "pixels, logistic regression": 0.603}, stem)
+    assert "by the reference “pixels, logistic regression”. A reference is a simple classifier" in reference
+    assert "Its interval lies above guessing, so these images show something of the classes" in reference
+    assert reference.endswith("Of the models, the ViT with stem has the highest mean, 45.0% accuracy (95% interval: 28.0 to 62.0).")
+    near = guessing({PLAIN: 0.402, CNN: 0.44, "pixels, nearest neighbor": 0.5}, [])
+    assert "Its interval" not in near and "the small CNN has the highest mean" in near
+    model = guessing({PLAIN: 0.402, CNN: 0.44, "pixels, nearest neighbor": 0.4}, [])
+    assert model.startswith("The highest mean is 44.0% accuracy") and "by the small CNN: not enough above guessing" in model
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"), [(10, "had 10 training steps in place of the 200 .* so briefly is of little use"), (150, "in place of .* a better model"), (200, "")]
+)
+def test_answer_and_page_say_that_long_trials_left_few_steps_for_the_model(steps, words, monkeypatch):
+    made = Plan("shapes", 3, False, 2, 0.4, 2, 6, steps=200, final_steps=steps, passes=2, judging_from=478.0)
+    runs = ablate({PLAIN: Run(steps=1), CNN: Run(steps=1, model=SmallCNN)}, seeds=range(2), references=False)
+    records = [replace(result_of(entry), score="accuracy", test={"accuracy": 0.9}, test_images=4, test_majority=0.5) for entry in runs]
+    tested = Judged(list("abcd"), np.arange(4) % 2, ("circle", "square"), np.full((2, 4, 2), 0.5), [])
+    fixed = {"judged_images": tested, "forest": "", "confusion_matrices": "", "training_images": 4, "what_would_help": [], "picture": ""}
+    for name, value in fixed.items():
+        monkeypatch.setattr(page, name, lambda *words, value=value: value)
+    monkeypatch.setattr(page, "doubts", lambda *words, **names: Doubts(images=(), doubted=0, wrong=WrongLabels(estimate=None, low=None, high=None, images=4, text="")))
+    sentences = page.write_page(Path("report.html"), made, [], [], runs, records)
+    short = [each for each in sentences if "in place of" in each]
+    assert len(short) == bool(words) and all(each in Path("report.html").read_text() for each in short)
+    if words:
+        assert re.search(words, short[0]) and "because 8.0 of the 3 minutes had passed when the trials ended" in short[0]
+        assert "with --minutes 20 and another folder" in short[0] and "with --minutes 20 and" in more_time(made, Path("."))[0]
 
 
 def test_docstrings_of_the_recipes_name_the_folder_alone():

@@ -52,14 +52,14 @@ WHAT_TO_TRY = (
 def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[Record] = ()) -> list[str]:
     """Return the answer as a list of sentences: which model and which technique to use, and how they compare with a small CNN
     and a ViT-S from ImageNet. `comparison` holds the results of the runs in `records`, and `chosen` are the options that were
-    best in the trials. If no model was shown to be better than guessing, the answer says only this, the highest mean, and what
-    to try.
+    best in the trials. If no model was shown to be better than guessing, the answer says only this, who has the highest mean,
+    and what to try.
     """
     rows = main_rows(comparison)
     if not any_learned(records):
-        level = level_of(guesses(with_all_labels(records)).values(), digits=1)
-        reached = f"The highest mean is {value(max(rows.values(), key=goodness))}, on images that no trial has used."
-        return [NOTHING_LEARNED.format(level), reached, WHAT_TO_TRY]
+        found = guesses(with_all_labels(records)).values()
+        reached = highest_mean(rows, chosen, max(guess.chance for guess in found))
+        return [NOTHING_LEARNED.format(level_of(found, digits=1)), reached, WHAT_TO_TRY]
     control = rows.get(ADVICE, rows[PLAIN])  # the ViT with which the other models are compared
     kept = model_to_keep(comparison)
     other = "" if recommended_vit(rows) is control else f"the ViT with {names_of(chosen)}"
@@ -70,6 +70,26 @@ def answer(comparison: Comparison, chosen: Sequence[Option], records: Sequence[R
         sentences = [technique(rows, chosen)]
     sentences += [compared(rows[arm], control, other or "this ViT") for arm in OTHERS if arm in rows and arm != kept]
     return [*sentences, *raw_pixels(rows, rows[kept])]
+
+
+def highest_mean(rows: dict[str, Row], chosen: Sequence[Option], chance: float) -> str:
+    """Return sentences that say which model or reference has the highest mean, and why it does not count, if no model was shown
+    to be better than guessing. `rows` are the results of each arm (variant), `chosen` are the options that were best in the
+    trials, and `chance` is the score of guesses.
+    """
+    best, model = (max(found, key=goodness) for found in (rows.values(), [r for r in rows.values() if r.role != "reference"]))
+    arm = f"the ViT with {names_of(chosen)}" if model.arm == ADVICE else f"the {model.arm}"
+    text = f"The highest mean is {value(best)}, on images that no trial has used, by "
+    if best is model:
+        return f"{text}{arm}: not enough above guessing to exclude chance, because the score of guesses varies, too."
+    above = (
+        " Its interval lies above guessing, so these images show something of the classes, but they are too few, or the "
+        "training is too short, for the models."
+    ) * bool(best.new_images and best.new_images[0] > chance)
+    return (
+        f"{text}the reference “{best.arm}”. A reference is a simple classifier for orientation: it is not compared with "
+        f"guessing, and the command does not keep it.{above} Of the models, {arm} has the highest mean, {value(model)}."
+    )
 
 
 def any_learned(records: Sequence[Record]) -> bool:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from .answer import answer, any_learned, goodness, interval, main_rows, model_to
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
 from .options import Group, Option
-from .plan import WANTED_PASSES, Plan
+from .plan import SCREENING, WANTED_PASSES, Plan
 from .recipes import ADVICE, CNN, FINE_TUNED, PLAIN
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def write_page(
     best = model_to_keep(comparison)
     entries = [entry for entry in runs if entry.arm == best and entry.labels is None]
     judged = judged_images(entries, path.parent / "runs", "recipe")
-    sentences = answer(comparison, chosen, records)
+    sentences = [*short_training(plan, path.parent), *answer(comparison, chosen, records)]
     labels = judged.labels.tolist()
     found = doubts(judged.probabilities, labels, classes=judged.classes, names=judged.names, shown=SHOWN)
     with_all = replace(comparison, rows=tuple(row for row in comparison.rows if row.labels is None))
@@ -278,12 +279,36 @@ def more_time(plan: Plan, out: Path) -> list[str]:
     if plan.passes >= WANTED_PASSES:
         return []
     unit = "passes" if plan.folds else "seeds"
-    minutes = 5 * -(-plan.minutes * WANTED_PASSES // (5 * plan.passes))
     return [
         f"More time: there was time for {plan.passes} {unit}; {WANTED_PASSES} would give narrower intervals. Training is then "
-        f"longer, too, which often gives a better model. Use the same command with --minutes {minutes:.0f} and another folder "
-        f"for the result, such as --into {shlex.quote(f'{out}-{minutes:.0f}')}."
+        f"longer, too, which often gives a better model. Use the same command with {longer(plan, out)}."
     ]
+
+
+def short_training(plan: Plan, out: Path) -> list[str]:
+    """Return a list with a text that says that the test and the model had fewer training steps than the trials, and why;
+    otherwise an empty list. `out` is the folder with the advice.
+    """
+    if not plan.final_steps < plan.steps:
+        return []
+    brief = "A model that was trained so briefly is of little use"
+    use = brief if plan.final_steps < plan.steps / 2 else "More steps would probably give a better model"
+    return [
+        f"The test and the model had {plan.final_steps:,} training steps in place of the {plan.steps:,} of the trials, because "
+        f"{plan.judging_from / 60:.1f} of the {plan.minutes:g} minutes had passed when the trials ended. {use}: use the same "
+        f"command with {longer(plan, out)}."
+    ]
+
+
+def longer(plan: Plan, out: Path) -> str:
+    """Return the options that give the command enough time, as text: for six passes, and for trials that end in their share of
+    the time if they left too little for the test. `out` is the folder with the advice.
+    """
+    minutes = plan.minutes * WANTED_PASSES / plan.passes
+    if plan.final_steps < plan.steps:
+        minutes = max(minutes, plan.judging_from / 60 / SCREENING)
+    rounded = 5 * math.ceil(minutes / 5)
+    return f"--minutes {rounded} and another folder for the result, such as --into {shlex.quote(f'{out}-{rounded}')}"
 
 
 def what_would_help(
