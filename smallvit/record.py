@@ -556,6 +556,14 @@ def format_labels(labels: int | None) -> str:
     return "all labels" if labels is None else how_many(labels, "label")
 
 
+def only_copies_are_grouped(data: Mapping[str, Any]) -> bool:
+    """Return whether the groups of images are those that smallvit makes of identical images. `data` is the description of a
+    data set in a record. It is False if the user has given groups, and for data sets of the user's own code.
+    """
+    own_groups = any(data.get(name) for name in ("group_by", "groups"))
+    return data.get("call") == "smallvit.data.folder" and not own_groups
+
+
 def condition_text(labels: int | None, length: int | None, tuned: bool) -> str:
     """Return a condition as text, such as `1,000 labels, 2,000 steps, tuned`: the number of labelled images (None: all), the
     training length if the comparison has several (otherwise None), and whether the settings were tuned.

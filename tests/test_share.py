@@ -90,6 +90,23 @@ def test_model_card_of_a_cross_validation_counts_passes_and_not_folds(runs):
     assert "interval" not in "".join(result_lines(complete[0], complete[:-1])), "the third pass is not complete"
 
 
+@pytest.mark.parametrize(("options", "together"), [({"group_by": "(.*)_"}, "of one group, such as a patient,"), ({}, "with identical pixels"), (None, "")])
+def test_model_card_of_one_fold_says_which_images_the_model_was_trained_without(runs, options, together):
+    trained = load(runs / "seed0")
+    data = {"call": "smallvit.data.folder", "path": "cells", **(options or {})}
+    groups = None if options is None else [0, 0, 1]
+    known = {"folds": 2, "run": trained.record.run | {"data": data}, "test_groups": groups}
+    folds = [replace(trained.record, seed=seed, **known) for seed in range(6)]
+    trained.record = folds[3]
+    text = model_card(trained, folds, None, False, "x")
+    assert "this is the model of fold 1 of pass 1 (both from 0)" in text and "trained without the images of its fold" in text
+    assert re.findall(r"Images (.*) were kept together", text) == [together] * bool(together)
+    assert "This is the result of one of 6 models (2 folds x 3 passes), on the images of its fold." in text
+    assert "one of the 2 models of a pass" in model_card(trained, folds[:4:3], None, False, "x")
+    trained.record = replace(folds[3], folds=None)
+    assert not re.search(r"\bfolds?\b|\bpass|together", model_card(trained, [], None, False, "x"))
+
+
 def test_license_is_unknown_unless_given(shared):
     assert 'license: "unknown"' in (shared / "README.md").read_text()
 
@@ -277,3 +294,16 @@ def test_paths_in_the_settings_are_named(tmp_path, capsys):
     assert main(["share", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert f"note: {tmp_path / 'a.npz'} is a path of this machine" in capsys.readouterr().err
     assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text().replace("path/to", "")
+
+
+def test_paths_are_named_before_an_upload_and_only_if_there_is_one(runs, tmp_path, hub, monkeypatch, capsys):
+    monkeypatch.setattr("smallvit.commands.share.local_paths", lambda record: ["/home/me"])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    for target, error in ((str(tmp_path / "full"), "is not an empty folder"), ("hf:name", "expected hf:user/name")):
+        assert main(["share", str(runs / "seed0"), target]) == 2
+        assert error in (printed := capsys.readouterr().err) and "note:" not in printed
+    before = []
+    monkeypatch.setattr(hub, "upload_folder", lambda **_: before.append(capsys.readouterr().err))
+    assert main(["share", str(runs / "seed0"), "hf:user/name"]) == 0
+    assert "note: /home/me is a path of this machine" in before[0]

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from smallvit.deploy.hub import share
+from smallvit.deploy.hub import deliver, written_files
 from smallvit.record import Record, read_record, settings_of
 
 from .finished import find_folders, one_folder
@@ -17,11 +17,10 @@ def main(options: argparse.Namespace) -> int:
     """
     run = one_folder(find_folders(options), options, "choose one with --seed")
     records = other_seeds(Path(run))
-    for path in local_paths(read_record(Path(run))):
-        print(f"note: {path} is a path of this machine; others can read it in record.json", file=sys.stderr)
-    place = share(
-        run, options.target, records=records, license=options.license, onnx=options.onnx, private=options.private
-    )
+    with written_files(run, options.target, records, options.license, options.onnx, options.private) as folder:
+        for path in local_paths(read_record(Path(run))):
+            print(f"note: {path} is a path of this machine; others can read it in record.json", file=sys.stderr)
+        place = deliver(folder, options.target, options.private)
     print(f"shared: {place}\nload it with: smallvit.load({options.target!r})")
     return 0
 

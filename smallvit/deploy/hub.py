@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,9 +12,10 @@ from typing import Any
 
 from smallvit.components import describe_value, described_name
 from smallvit.data import Preprocess
-from smallvit.record import RECORD, WEIGHTS, Record, format_labels, write_record
+from smallvit.record import RECORD, WEIGHTS, Record, format_labels, only_copies_are_grouped, write_record
 from smallvit.storage import file_sha256, write_text
 from smallvit.train.trained_model import CONFIG, HUB, TrainedModel, custom_components, load
+from smallvit.words import how_many
 
 README, ONNX = "README.md", "model.onnx"
 LEFT_OUT = ("picture", "test_groups", "traceback")  # fields of a record that may show images or patients
@@ -48,6 +50,17 @@ def share(
              smallvit, for a folder that is not empty, for `private` with a folder, if a package for `onnx` is missing, and if
              the upload fails.
     """
+    with written_files(run, target, records, license, onnx, private) as folder:
+        return deliver(folder, target, private)
+
+
+@contextmanager
+def written_files(
+    run: str | Path, target: str | Path, records: Sequence[Record], license: str | None, onnx: bool, private: bool
+) -> Iterator[Path]:
+    """Check that a trained model can be shared, and write its files into a temporary folder, whose path is the value of the
+    `with` statement. `deliver` then brings them to the target. The parameters and errors are those of `share`.
+    """
     if str(run).startswith(HUB):
         raise ValueError(f"{run} is shared already; expected the folder of a run")
     if private and not str(target).startswith(HUB):
@@ -70,16 +83,26 @@ def share(
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".", dir=folder) as temporary:  # an error leaves the folder empty
             write_folder(trained, Path(run), Path(temporary), records, license, onnx, f"path/to/{folder.name}")
-            for file in Path(temporary).iterdir():
-                file.replace(folder / file.name)
-        return str(folder)
+            yield Path(temporary)
+        return
     name = str(target).removeprefix(HUB)
     if name.count("/") != 1 or not all(name.split("/")) or "@" in name:
         raise ValueError(f"got the address {str(target)!r}; expected {HUB}user/name")
     with TemporaryDirectory() as temporary:
         folder = Path(temporary, "shared")
         write_folder(trained, Path(run), folder, records, license, onnx, str(target))
-        return upload(folder, name, private)
+        yield folder
+
+
+def deliver(folder: Path, target: str | Path, private: bool) -> str:
+    """Bring the files in `folder` to the target of `share`: move them, or upload them to the hub. Return the path of the folder
+    or the address of the page. `private` is that of `share`.
+    """
+    if str(target).startswith(HUB):
+        return upload(folder, str(target).removeprefix(HUB), private)
+    for file in folder.iterdir():
+        file.replace(Path(target, file.name))
+    return str(Path(target))
 
 
 def upload(folder: Path, name: str, private: bool) -> str:
@@ -170,6 +193,7 @@ def model_card(trained: TrainedModel, records: Sequence[Record], license: str | 
         "## Training",
         "",
         f"- Data: {data}, {format_labels(record.labels)}" + unlabelled_text(record),
+        *fold_lines(record),
         f"- Model: `{shortened(described_text(record.run.get('model')))}`",
         f"- Objective: `{shortened(described_text(record.run.get('objective')))}`, {record.steps or 0:,} steps of "
         f"{record.run.get('batch')} images",
@@ -234,6 +258,23 @@ def unlabelled_text(record: Record) -> str:
     return f", {record.unlabelled:,} images without labels" if record.unlabelled else ""
 
 
+def fold_lines(record: Record) -> list[str]:
+    """Return which images a model of a cross-validation was trained without, and which images were kept together, as lines of a
+    Markdown list. The list is empty without cross-validation.
+    """
+    if not record.folds:
+        return []
+    number, fold = divmod(record.seed, record.folds)
+    together = "Images of one group, such as a patient, were kept together: no group is both in training and in the test."
+    if only_copies_are_grouped(record.run.get("data") or {}):
+        together = "Images with identical pixels were kept together: none is both in training and in the test."
+    return [
+        f"- Cross-validation: this is the model of fold {fold} of pass {number} (both from 0). A pass divides the images into "
+        f"{record.folds} folds. The model was trained without the images of its fold, which are its test images.",
+        *[f"- {together}"] * bool(record.test_groups),
+    ]
+
+
 def initial_weights(record: Record) -> str:
     """Return where the initial weights of a run come from, as text. It is empty if they were random."""
     if name := (record.init_weights or {}).get("name"):
@@ -249,6 +290,12 @@ def result_lines(record: Record, records: Sequence[Record]) -> list[str]:
     lines = [f"- {name} of this model on {images}: {value:.4g}" for name, value in (record.test or {}).items()]
     if not lines:
         lines = ["- This model was not scored on test images."]
+    elif record.folds:
+        seeds = {other.seed for other in records if other.finished} | {record.seed}
+        passes, folds = len({seed // record.folds for seed in seeds}), record.folds
+        whole = f"{len(seeds)} models ({folds} folds x {how_many(passes, 'pass', 'passes')})"
+        models = whole if len(seeds) == folds * passes else f"the {folds} models of a pass"
+        lines.append(f"- This is the result of one of {models}, on the images of its fold. Other folds give other results.")
     if record.test_majority is not None:
         lines.append(f"- Share of the most frequent class: {record.test_majority:.4g}")
     scores = seed_scores([other for other in records if other.finished and other.test and other.score == record.score])

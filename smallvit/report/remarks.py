@@ -2,11 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
-from smallvit.record import Record, user_line
+from smallvit.record import Record, only_copies_are_grouped, user_line
 from smallvit.verdicts import contrasts
 from smallvit.verdicts.compare import format_seeds
 from smallvit.verdicts.comparison import Comparison, condition_of
@@ -220,14 +219,6 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     labels of an earlier run that the arm starts from.
     """
     return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip())]
-
-
-def only_copies_are_grouped(data: Mapping[str, Any]) -> bool:
-    """Return whether the groups of images are those that smallvit makes of identical images. `data` is the description of a
-    data set in a record. It is False if the user has given groups, and for data sets of the user's own code.
-    """
-    own_groups = any(data.get(name) for name in ("group_by", "groups"))
-    return data.get("call") == "smallvit.data.folder" and not own_groups
 
 
 def how_it_was_timed(records: Sequence[Record]) -> str:
