@@ -17,6 +17,7 @@ from toys import TINY_VIT, write_recipe
 
 from smallvit import MAE, Ensemble, Run, SmallCNN, arrays, digits, export, fit, load, load_all, load_recipe
 from smallvit.__main__ import main
+from smallvit.commands import finished
 from smallvit.deploy.predict import find_files, predict_files
 from smallvit.launch.results import folder, tags
 from smallvit.record import WEIGHTS
@@ -217,6 +218,45 @@ def test_arm_of_a_recipe_is_found(workdir, images, capsys):
     assert "have finished" not in one.err
     with pytest.raises(ValueError, match=r"several arms: .*slow.*scratch"):
         load_all("runs/mine")
+
+
+CONDITIONS = """
+from dataclasses import replace
+RUNS += [replace(e, run=e.run.vary(lr=1e-3), tuning={"trials": 2}) for e in RUNS if TUNED]
+"""
+
+
+@pytest.mark.parametrize(
+    ("folds", "options", "tuned", "choices"),
+    [
+        ("folds=2", "", True, ["labels=all settings=common", "labels=all settings=tuned"]),
+        ("test=0.25", ", labels=(2, 4)", False, ["labels=2", "labels=4"]),
+        ("folds=2", ", steps=(1, 2)", False, ["labels=all length=1", "labels=all length=2"]),
+        ("test=0.25", ", labels=(2, None), steps=(1, 2)", False, ["labels=2 length=1", "labels=2 length=2", "labels=all length=1", "labels=all length=2"]),
+    ],
+)
+def test_each_choice_among_several_conditions_is_one(folds, options, tuned, choices, workdir, images, monkeypatch, capsys):
+    write_pool()
+    text = FOLDS.replace("folds=2", folds).replace(", references=False", f"{options}, references=False")
+    write_recipe(text + CONDITIONS.replace("TUNED", str(tuned)))
+    monkeypatch.setattr(finished, "recall", lambda *words: SimpleNamespace(finished=True))
+    words = ["share", "mine.py:+slow", "out", "--seed", "0"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"several conditions; choose one with --only: {', '.join(choices[:-1])} or {choices[-1]}\n" in error
+    for choice in choices:
+        assert main([*words, "--only", *choice.split()]) == 2
+        assert "no run has finished in" in capsys.readouterr().err, "one folder, which is not there"
+
+
+@pytest.mark.parametrize(("recipe", "has"), [(None, "it has seed=0-1; choose"), (FOLDS, "it has seed=0-3 (a seed is one of 2 folds of a pass); choose")])
+def test_seed_that_the_recipe_does_not_have_is_refused_with_those_that_it_has(recipe, has, workdir, images, capsys):
+    if recipe:
+        write_pool()
+        write_recipe(recipe)
+    assert main(["predict", "mine.py:+slow", str(images), "--seed", "99"]) == 2
+    error = capsys.readouterr().err
+    assert f"mine.py has no run of +slow with seed 99; {has} one of these with --seed" in error and "smallvit run" not in error
 
 
 def test_ensemble_of_an_unfinished_arm_says_how_many_runs_have_finished(workdir, images, capsys):

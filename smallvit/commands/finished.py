@@ -10,7 +10,7 @@ from smallvit.ablation import ArmRun
 from smallvit.deploy.predict import Ensemble, finished_runs
 from smallvit.launch.results import folder, recall
 from smallvit.looks import with_looks
-from smallvit.recipe import find_recipe, load_recipe, only
+from smallvit.recipe import filter_value, find_recipe, load_recipe, only, seed_filter
 from smallvit.record import Record, read_record
 from smallvit.report.page import command_text
 from smallvit.train import load
@@ -139,8 +139,8 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
     of the command line: the folder of all runs, the number of labels and the seed. If some of these runs have not finished, a
     note on stderr says how many have.
 
-    Raises ValueError for an unknown recipe or arm, for an arm that cannot predict, if no run has finished, and for several
-    numbers of labels.
+    Raises ValueError for an unknown recipe or arm, for an arm that cannot predict, for a seed that the recipe does not have, if
+    no run has finished, and for several conditions, such as numbers of labels.
     """
     path, out = find_recipe(recipe), Path(options.out)
     declared = load_recipe(path).RUNS
@@ -152,9 +152,16 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
     if len(chosen) > 1:
         raise ValueError(f"{options.run} names {len(chosen)} arms: {', '.join(chosen)}; expected one arm")
     arm = chosen[0]
-    runs = [entry for entry in runs if options.seed in (None, entry.seed)]
-    if runs and arm not in able:
+    if arm not in able:
         raise ValueError(f"{arm!r} cannot predict: {reason_of(runs[0])}; arms that can: {', '.join(quoted(recipe, able))}")
+    seeds, folds = list({str(entry.seed): None for entry in runs}), runs[0].run.folds
+    runs = [entry for entry in runs if options.seed in (None, entry.seed)]
+    if not runs:
+        one_of = f" (a seed is one of {folds} folds of a pass)" if folds else ""
+        raise ValueError(
+            f"{path.name} has no run of {arm} with seed {options.seed}; it has {seed_filter(seeds)}{one_of}; choose one of "
+            "these with --seed, or add seeds to the recipe"
+        )
     finished = [entry for entry in runs if (record := recall(entry, out, path.stem)) and record.finished]
     if not finished:
         place = (out / path.stem).absolute()
@@ -172,18 +179,26 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
         raise ValueError(f"no run of {arm}{seed} has finished in {place}{found}; {advice}")
     cells = {entry.cell: entry for entry in finished}
     if len(cells) > 1:
-        listed = ", ".join(
-            f"labels={'all' if entry.labels is None else entry.labels}"
-            + f" length={entry.length}" * (entry.length is not None)
-            + " settings=tuned" * (entry.tuning is not None)
-            for entry in cells.values()
+        *others, last = condition_filters(list(cells.values()))
+        raise ValueError(
+            f"{options.run} has finished runs of several conditions; choose one with --only: {', '.join(others)} or {last}"
         )
-        raise ValueError(f"{options.run} has finished runs of several conditions: {listed}; choose one with --only")
     planned = sum(entry.cell in cells for entry in runs)
     if len(finished) < planned:
         text = f"note: {len(finished)} of {planned} runs of {arm} have finished; the others are left out"
         print(text, file=sys.stderr, flush=True)
     return [str(folder(entry, out, path.stem)) for entry in sorted(finished, key=lambda entry: entry.seed)]
+
+
+def condition_filters(entries: Sequence[ArmRun]) -> list[str]:
+    """Return the filters for `--only` that choose each of some runs of one arm (variant), which differ in their conditions, as
+    a list of texts such as `labels=100 settings=common`. Training lengths and settings are left out if no run has a length, or
+    if none is tuned.
+    """
+    named = ["labels"]
+    named += ["length"] * any(entry.length is not None for entry in entries)
+    named += ["settings"] * any(entry.tuning is not None for entry in entries)
+    return [" ".join(f"{name}={filter_value(entry, name)}" for name in named) for entry in entries]
 
 
 def reason_of(entry: ArmRun) -> str:
