@@ -65,6 +65,14 @@ def test_run_of_the_present_recipe_replaces_that_of_an_earlier_version(names, re
     assert len(frame) == 4 and found == expected | {("tuned: init", new.seed): (0.7, True)}
 
 
+def test_command_of_a_recipe_without_records_has_the_folder(recipe):
+    recipe(3)
+    with pytest.raises(ValueError, match=r"start its runs with: smallvit run mine.py --out 'no where'$"):
+        smallvit.records("mine.py", out="no where")
+    with pytest.raises(ValueError, match=r"start its runs with: smallvit run mine.py$"):
+        smallvit.records("mine.py")
+
+
 def test_rows_have_the_names_that_the_recipe_gives_their_runs_now(recipe, tmp_path):
     run = recipe(3)
     warnings.simplefilter("error")  # there is no row of an earlier version

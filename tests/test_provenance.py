@@ -251,6 +251,14 @@ def test_copies_of_an_image_are_not_called_patients(options, copies):
     assert ("1,999 groups, such as patients" in page) == (not copies)
 
 
+def test_commands_of_a_report_have_the_folder_of_its_runs():
+    rows = runs("A", role="baseline")
+    found = markdown(rows, title="demo", doc="", command="smallvit run two.py --scale-steps 2 --out both")
+    assert "- Run again: smallvit run two.py --scale-steps 2 --out both\n" in found
+    assert "- Write this page again: smallvit report two.py --scale-steps 2 --out both\n" in found
+    assert re.search(r"Write this page again: smallvit report \S+ \(or its path\)", markdown(rows, title="demo", doc=""))
+
+
 def test_a_cross_validation_counts_passes_and_its_words_are_explained():
     rows = [replace(r, test=r.test | {"nll": 1.0}, unused_seeds=[7]) for r in folded({"A": 0.8, "B": 0.81}, noise=0.03)]
     for passes in (6, 4, 1):

@@ -13,6 +13,8 @@ from smallvit.verdicts.comparison import condition_of
 from smallvit.verdicts.folds import pass_and_fold
 from smallvit.words import how_many
 
+from .page import command_text
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -78,7 +80,7 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
     if not found:
         raise ValueError(
             f"the recipe {path.stem} has no records, neither in {Path(out) / path.stem} nor in {path.with_suffix('.jsonl')}; "
-            f"start its runs with: smallvit run {recipe}"
+            f"start its runs with: {command_text('run', str(recipe), Path(out))}"
         )
     if earlier := sum(not row["current"] for row in found.values()):
         rows_are = how_many(earlier, "row is of a run", "rows are of runs")

@@ -61,7 +61,8 @@ def markdown(
 
     `options` are the command-line options of the runs, such as " --scale-steps 2". `trials` is a dict from the name of an arm
     (variant) to the number of its settings that were tried on validation images. `command` runs the recipe again; the report
-    names it where more seeds would help. The default is `smallvit run` with the name of the recipe.
+    names it where more seeds would help, and `smallvit report` with the same options. The default is `smallvit run` with the
+    name of the recipe.
     """
     page = content(records, title, doc, options, trials, command)
     parts = [f"# {_md(title)}", _prose(page["question"]), *(_md(page[name]) for name in ("superseded", "answer", "notes"))]
@@ -261,6 +262,7 @@ def content(
     first = [nothing_learned(shown), *([f"{done[0].upper()}{done[1:]}."] if done else [])]
     if any(row.values for row in comparison.rows) or not done:
         first.append(answer(comparison))
+    again = {"Run again": command, "Write this page again": command.replace(" run ", " report ", 1)} if command else {}
     timed = {"Costs": remarks.how_it_was_timed(shown)} if comparison.reduced else {}
     return page | {
         "comparison": comparison,
@@ -273,7 +275,7 @@ def content(
         "failures": remarks.failures(comparison, shown),
         "unavailable": remarks.unavailable(comparison),
         "changes": changes(comparison, shown),
-        "provenance": provenance(shown, options, trials) | ({"Run again": command} if command else {}),
+        "provenance": provenance(shown, options, trials) | again,
         "how_to_read": remarks.how_to_read(comparison, shown),
     }
 
