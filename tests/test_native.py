@@ -625,7 +625,13 @@ def test_pytorch_computes_what_follows_sizes_with_a_gradient(kind):
     assert error(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("change", [torch.Tensor.bfloat16, torch.Tensor.double, lambda x: x[..., :16], lambda x: x[0], lambda x: x[:, :0]])
+UNREADABLE = {
+    "bf16": torch.Tensor.bfloat16, "float64": torch.Tensor.double, "narrower": lambda x: x[..., :16], "one image": lambda x: x[0],
+    "no tokens": lambda x: x[:, :0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE.keys())
 def test_tokens_that_the_kernel_cannot_read_are_left_to_pytorch(change):
     blocks, x = make_blocks(), torch.randn(3, 17, 32)
     blocks[0].reduction = Needs(lambda own, x, size, *_: (change(x), size))
@@ -649,7 +655,10 @@ def test_reduction_gets_only_the_functions_that_it_needs(needs):
         native_call(blocks)(torch.randn(3, 17, 32))
 
 
-@pytest.mark.parametrize("needs", [("salience",), "saliency", True, property(lambda own: ("saliency",))], ids=str)
+UNKNOWN_NEEDS = {"name": ("salience",), "text": "saliency", "true": True, "property": property(lambda own: ("saliency",))}
+
+
+@pytest.mark.parametrize("needs", UNKNOWN_NEEDS.values(), ids=UNKNOWN_NEEDS.keys())
 def test_unknown_needs_are_left_to_pytorch(needs):
     class Own(Prune):
         pass
