@@ -99,11 +99,12 @@ class NativeBlocks:
 
     `blocks` are blocks for which `reason_against_block` gives None, with the same widths and the same kind of attention.
 
-    One call of the kernel computes all branches up to the attention of the next block that merges tokens, and returns the keys
-    by which they are merged. Another call merges the best pairs; other reductions are called as always. PyTorch
-    computes all of it if a call asks for what the kernel cannot do: see `fallback`. Results agree with those of PyTorch up to
-    rounding, unless rounding decides which of two tokens is more similar to a third one. With stochastic depth, the random
-    numbers are the same ones, and skipped branches take no time.
+    One call of the kernel computes all branches up to the next block that merges or prunes tokens, and returns the keys by
+    which they are merged. Another call merges the best pairs; other reductions are called as always, with what they need of
+    the attention. PyTorch computes all of it if a call asks for what the kernel cannot do (see `fallback`), and the rest of it
+    after a reduction whose sizes have a gradient. Results agree with those of PyTorch up to rounding, unless rounding decides
+    which of two tokens is merged or pruned. With stochastic depth, the random numbers are the same ones, and skipped branches
+    take no time.
     """
 
     def __init__(self, blocks: Sequence[Block]):
