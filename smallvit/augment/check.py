@@ -42,15 +42,14 @@ def check_own_transforms(transforms: Sequence[Callable], batch: Batch):
     the same size, and the second time the same one.
     """
     for transform in transforms:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode():  # torch's own numbers differ from call to call
-            first, second = (called(transform, batch) for _ in range(2))
+        first, second = (called(transform, batch) for _ in range(2))
         if not is_of_this_package(transform):
             check_changed(transform, batch, first)
             if not all(map(equal, tensors_of(first), tensors_of(second))):
                 raise ValueError(
                     f"{name_of(transform)} in augment returned two different batches for the same batch and the same random "
                     "numbers, so the run could not be repeated; draw all numbers from the generator that it is given, as in "
-                    "torch.rand(shape, generator=generator), and not from torch, numpy or random without it"
+                    "torch.rand(shape, generator=generator), and not from numpy or random"
                 )
         batch = first
 
@@ -63,8 +62,13 @@ def is_of_this_package(transform: Callable) -> bool:
 
 
 def called(transform: Callable, batch: Batch) -> Any:
-    """Return what a transform gives for a copy of a batch and for random numbers that are always the same."""
-    return transform(Batch(batch.images.clone(), batch.targets.clone()), Generator().manual_seed(0))
+    """Return what a transform gives for a copy of a batch and for random numbers that are always the same, also those of torch
+    without a generator, as transforms of torchvision draw them: a run seeds torch in each step.
+    """
+    copied, device = Batch(batch.images.clone(), batch.targets.clone()), batch.images.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode():
+        torch.manual_seed(0)
+        return transform(copied, Generator().manual_seed(0))
 
 
 def check_changed(transform: Callable, batch: Batch, changed: Any):
