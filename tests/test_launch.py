@@ -26,7 +26,7 @@ from toys import TINY_VIT, training_of
 from smallvit import DINO, ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
 from smallvit import record as records
 from smallvit.launch import launch, progress
-from smallvit.launch.local import HUGE_PAGES, allow_open_files, process_context
+from smallvit.launch.local import HUGE_PAGES, allow_open_files, delay_sigint, process_context
 from smallvit.launch.plan import parallel
 from smallvit.launch.results import Damaged, Killed, folder, recall, record_failure, tags
 from smallvit.launch.scheduler import Scheduler, dependencies_first
@@ -317,6 +317,18 @@ def interrupted(out: Path, runs: list[ArmRun]):
         launch(runs, out, recipe="t", jobs=2, show=lambda _: Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start())
     except KeyboardInterrupt:
         os._exit(130)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
+def test_ctrl_c_while_a_process_is_started_is_not_lost():
+    with pytest.raises(KeyboardInterrupt), delay_sigint():
+        blocked = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=True).stdout
+        signal.raise_signal(signal.SIGINT)
+    assert blocked.strip() == "True"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"  # whether a process never gets it
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ a run as plain JSON and leaves a record.
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -122,7 +121,7 @@ def process_context(device: str) -> Any:
     imported_once = ["torch._dynamo", "torch.utils.flop_counter", "sklearn.datasets", "sklearn.linear_model"]
     imported_once += ["einops._torch_specific", "safetensors.torch", "smallvit.explain", "smallvit.native"]
     forkserver.set_forkserver_preload(["smallvit.launch.worker", *imported_once])
-    with ignore_sigint(), environment_variables(worker_variables()):  # some are read when a process starts
+    with delay_sigint(), environment_variables(worker_variables()):  # some are read when a process starts
         forkserver.ensure_running()
     return get_context("forkserver")
 
@@ -148,18 +147,18 @@ def worker_variables() -> dict[str, str]:
 
 
 @contextmanager
-def ignore_sigint() -> Iterator[None]:
-    """Context manager inside which new processes are started that ignore Ctrl-C (SIGINT). Their parent process receives Ctrl-C
-    and ends them.
+def delay_sigint() -> Iterator[None]:
+    """Context manager inside which new processes are started that never get Ctrl-C (SIGINT). Their parent process gets it, also
+    if it comes meanwhile, and ends them. Unix only.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # it would let signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
