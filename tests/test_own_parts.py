@@ -227,7 +227,7 @@ def test_transform_that_breaks_its_contract_is_refused_before_training(arm, mess
 @pytest.mark.parametrize("noise", ["noise", "noise without the generator"])
 def test_transform_of_your_own_is_tried_without_a_change_of_the_run(noise, arms, tmp_path, monkeypatch):
     record = fit(arms[f"transform: {noise}"], tmp_path / "run")
-    monkeypatch.setattr(sys.modules["smallvit.train.fit"], "check_own_augmentation", lambda training: None)
+    monkeypatch.setattr(sys.modules["smallvit.train.fit"], "check_own_augmentation", lambda training, views: None)
     unchecked = fit(arms[f"transform: {noise}"], tmp_path / "unchecked")
     assert record.trace == unchecked.trace and record.finished
 

@@ -1,10 +1,9 @@
 """Blocks that the kernel computes, and the reasons for which PyTorch must compute a block or a call."""
 
-import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain, groupby
 from operator import is_
 from typing import Any, NamedTuple
@@ -88,7 +87,7 @@ def is_as_made(module: Any, kind: type) -> bool:
     return type(module) is kind and "forward" not in own and not hooked
 
 
-@functools.cache
+@cache
 def note(text: str):
     """Print a note on the error stream, once in a process."""
     print(f"note: {text}", file=sys.stderr, flush=True)

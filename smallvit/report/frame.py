@@ -10,7 +10,6 @@ from smallvit.recipe import by_settings, find_recipe, load_recipe
 from smallvit.record import TYPES, Record, read_record, read_records, recorded_folders, without_copies
 from smallvit.run import fingerprint
 from smallvit.verdicts.comparison import condition_of
-from smallvit.verdicts.folds import pass_and_fold
 from smallvit.words import how_many
 
 from .page import command_text
@@ -127,7 +126,7 @@ def flat(record: Record) -> dict[str, Any]:
     short = [f.name for f in fields(Record) if f.name not in PACKED and not {dict, list} & set(TYPES[f.name])]
     values = {name: getattr(record, name) for name in short} | {"tuned": record.tuning is not None}
     values["result"] = (record.test or {}).get(record.score)
-    values["pass"], values["fold"] = pass_and_fold(record.seed, record.folds) if record.folds else (None, None)
+    values["pass"], values["fold"] = divmod(record.seed, record.folds) if record.folds else (None, None)
     for part in ("test", "val"):
         values |= {f"{part}_{name}": number for name, number in (getattr(record, part) or {}).items()}
     return values

@@ -26,9 +26,9 @@ def notes(comparison: Comparison, warnings: Sequence[str], records: Sequence[Rec
     seeds are not advised, because no arm was shown to be better than guessing.
     """
     finished, total = runs_done(comparison, records)
-    s = "s" * (comparison.earlier > 1)
-    removed = f"{comparison.earlier} further comparison{s} whose arms were removed from the recipe after they had been run"
-    removed += ", or had other settings when they were run"
+    further = how_many(comparison.earlier, "further comparison")
+    removed = f"{further} whose arms were removed from the recipe after they had been run, "
+    removed += "or had other settings when they were run"
     out = [longer(comparison), *help_for_undecided(comparison, more_seeds), *methods(comparison), *limits(comparison)]
     skipped = max((r.skipped_files or 0 for r in records), default=0)
     what = f"{skipped:,} image files could not be read and were" if skipped > 1 else "1 image file could not be read and was"

@@ -252,9 +252,10 @@ def prepare_training(
             raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
         check_features_exist(training.model, run.evaluators)
-        for transforms in training.objective.unlabelled.views if training.pool is not None else ():
+        views = training.objective.unlabelled.views if training.pool is not None else ()
+        for transforms in views:
             check_labels_kept(transforms, data.spec)
-        check_own_augmentation(training)
+        check_own_augmentation(training, views)
         training.curves = curves
         training.checkpoint_file = folder / records.CHECKPOINT
         training.origin = "".join([records.code()["sha256"], data.sha256, *training.init_hashes])
@@ -323,12 +324,11 @@ def load_data(run: Run) -> tuple[Dataset, Subset]:
     return data, data.subset(labels=run.labels, val=run.val, seed=run.seed)
 
 
-def check_own_augmentation(training: Training):
+def check_own_augmentation(training: Training, views: Sequence[Sequence[Callable]]):
     """Raise ValueError if a transform that is not of this package cannot be used in the steps of a run: see
-    `check_own_transforms`. It is tried on the first training images.
+    `check_own_transforms`. It is tried on the first training images. `views` are the transforms of unlabelled images.
     """
     run, images, device = training.run, training.images, training.device
-    views = training.objective.unlabelled.views if training.pool is not None else ()
     own = [transforms for transforms in (run.augment, *views) if not all(map(is_of_this_package, transforms))]
     if own and run.steps:
         first = slice(run.batch)

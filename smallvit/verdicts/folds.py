@@ -34,13 +34,6 @@ class Pass(Record):
     gap: str = ""
 
 
-def pass_and_fold(seed: int, folds: int) -> tuple[int, int]:
-    """Return the number of the pass and of the fold of a run in a cross-validation, which has the seed `seed`. `folds` is the
-    number of folds.
-    """
-    return divmod(seed, folds)
-
-
 def pooled(records: Sequence[Record]) -> list[Record]:
     """Replace the k records of each pass of a cross-validation by one record, a `Pass`, and return all records as a list.
     `records` are the results of the runs. A record without folds, and a `Pass`, is returned unchanged.
@@ -57,8 +50,8 @@ def pooled(records: Sequence[Record]) -> list[Record]:
         raise ValueError(f"the records have different numbers of folds: {found}; expected the same for all runs of a recipe")
     passes: dict[Any, dict[int, Record]] = {}
     for position, r in enumerate(records):
-        single, number = not r.folds or isinstance(r, Pass), pass_and_fold(r.seed, r.folds or 1)[0]
-        runs = passes.setdefault(position if single else (r.arm, condition_of(r), r.role, number), {})
+        single = not r.folds or isinstance(r, Pass)
+        runs = passes.setdefault(position if single else (r.arm, condition_of(r), r.role, r.seed // (r.folds or 1)), {})
         if r.seed in runs:
             run = f"{r.arm!r} at {condition_of(r).title}, seed {r.seed}"
             raise ValueError(f"{run} is recorded twice; keep one record of each run")
@@ -76,8 +69,8 @@ def pool(runs: Sequence[Record]) -> Pass:
 
     runs = sorted(runs, key=lambda r: r.seed)
     first = runs[0]
-    k = first.folds or 1
-    number, found = pass_and_fold(first.seed, k)[0], {pass_and_fold(r.seed, k)[1]: r for r in runs}
+    k, number = first.folds or 1, first.seed // (first.folds or 1)
+    found = {r.seed % k: r for r in runs}
     status_of = {fold: found[fold].status if fold in found else "missing" for fold in range(k)}
     for status in ("failed", "interrupted", "unavailable", "missing"):
         if bad := [fold for fold in range(k) if status_of[fold] == status]:
