@@ -124,7 +124,8 @@ class TunedArm:
     loss         expected loss of accuracy, as a fraction, because the trials are scored with noise; None if it is unknown
     cost         what all trials together took: numbers of different labelled images ("labels"), of images seen and of runs,
                  and seconds of training. Images and seconds of runs whose loss became infinite are not known and not counted
-    trials       for each trial a dict with its "settings" and its "scores", one validation accuracy for each seed
+    trials       for each trial a dict with its "settings" and its "scores", one validation accuracy for each seed. A trial with
+                 the settings of an earlier one, as in a range with few values, was not trained and has no scores
     note         why there are no trials
     """
 
@@ -144,14 +145,14 @@ class TunedArm:
         chosen values, the cost of the trials, and a list of all trials. An item of this list contains the settings, the mean
         validation accuracy and the number of seeds. If there were no trials, `note` says why.
         """
-        scored = [(trial["settings"], trial["scores"]) for trial in self.trials if None not in trial["scores"]]
+        tried = [(trial["settings"], trial["scores"]) for trial in self.trials if trial["scores"]]
         return {
             "settings": self.settings,
             "trials": len(self.trials),
             **{name: self.cost[name] for name in ("labels", "images_seen", "seconds")},
             "loss": self.loss,
             "edge": self.edge,
-            "curve": [[settings, sum(scores) / len(scores), len(scores)] for settings, scores in scored],
+            "curve": [[settings, sum(scores) / len(scores), len(scores)] for settings, scores in tried if None not in scores],
         } | ({"note": self.note} if self.note else {})
 
 
@@ -221,10 +222,12 @@ def damage(arm: TunedArm) -> str:
             return f"{name} is {getattr(arm, name)!r:.60}"
     if any(not isinstance(arm.cost.get(name), int | float) for name in ("labels", "images_seen", "runs", "seconds")):
         return f"cost is {arm.cost!r:.120}"
+    scored = []
     for trial in arm.trials:
-        scores = trial.get("scores") if isinstance(trial, dict) else None
-        if not isinstance(scores, list) or not scores or not isinstance(trial.get("settings"), dict):
+        settings, scores = (trial.get("settings"), trial.get("scores")) if isinstance(trial, dict) else (None, None)
+        if not isinstance(settings, dict) or not isinstance(scores, list) or not (scores or settings in scored):
             return f"a trial is {trial!r:.60}"
+        scored.append(settings)
         if any(not (s is None or (isinstance(s, int | float) and 0 <= s <= 1)) for s in scores):
             return f"the scores of a trial are {scores!r:.60}"
     if wrong := shape_problem(arm.tuning(), SHAPES["tuning"], "tuning"):

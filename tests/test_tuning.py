@@ -138,6 +138,25 @@ def test_all_arms_get_the_same_suggestions_and_as_many_trials(tmp_path, fake_lau
     assert {(len(arm.trials), arm.cost["runs"]) for arm in tuned} == {(8, 16)}
 
 
+def test_trials_with_the_settings_of_an_earlier_one_have_no_scores(tmp_path, fake_launch):
+    fake_launch.score = lambda entry: 0.5 + 10 * entry.run.lr
+    tune = Tune({"lr": [1e-3, 2e-3, 4e-3]}, trials=8, seeds=4, val=100, own={"scratch": {"lr": [2e-3]}})
+    tuned = tune_arms(trials(comparison(tune)), tmp_path, recipe="t")
+    write(tmp_path / "t.tuned.json", tune, tuned)
+    assert read(tmp_path / "t.tuned.json")[1] == tuned
+    for arm, few in zip(tuned, ([2e-3], [1e-3, 2e-3, 4e-3]), strict=True):
+        scores = {trial["settings"]["lr"]: trial["scores"] for trial in arm.trials if trial["scores"]}
+        trained = [settings for settings, _, _ in arm.tuning()["curve"]]
+        assert len(arm.trials) == 8 and sorted(scores) == sorted(settings["lr"] for settings in trained) == few
+        assert arm.settings == {"lr": few[-1]} and len(scores[few[-1]]) == 4
+        assert arm.cost["runs"] == sum(map(len, scores.values()))
+    first = next(i for i, trial in enumerate(tuned[0].trials) if trial["scores"])
+    tuned[0].trials[first]["scores"] = []
+    write(tmp_path / "t.tuned.json", tune, tuned)
+    with pytest.raises(ValueError, match="arm 'scratch': a trial is"):
+        read(tmp_path / "t.tuned.json")
+
+
 def test_trials_may_be_shorter_than_the_runs_of_the_comparison(tmp_path, fake_launch):
     whole, _ = candidates(comparison(), [("scratch", 50)])
     runs = comparison(replace(EIGHT, steps=0.5))
