@@ -15,6 +15,7 @@ from typing import NamedTuple
 from smallvit.ablation import ArmRun, by_cell
 from smallvit.passes import passes_of, seeds_of
 from smallvit.storage import parse_json, write_text
+from smallvit.words import units
 
 FILE = "looks.json"
 
@@ -123,6 +124,6 @@ def choose_schedule(
     if not seen or (declared < looks[0] and not folds):
         return tuple(looks)
     if declared >= looks[-1]:
-        units = "passes" if folds else "seeds"
-        raise ValueError(f"the recipe has {declared} {units} with results, and the last look is at {looks[-1]}; nothing to add")
+        known = f"{declared} {units(folds)}"
+        raise ValueError(f"the recipe has {known} with results, and the last look is at {looks[-1]}; nothing to add")
     return tuple(added) if declared == added[0] else (declared, *(n for n in looks if n > declared))

@@ -11,6 +11,16 @@ def how_many(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
+def unit(folds: object) -> str:
+    """Return the word for one repetition of an arm: "pass" in a cross-validation, which has `folds`, or "seed"."""
+    return "pass" if folds else "seed"
+
+
+def units(folds: object) -> str:
+    """Return the word for several repetitions of an arm: "passes" in a cross-validation, which has `folds`, or "seeds"."""
+    return "passes" if folds else "seeds"
+
+
 def join_names(names: Sequence[str], limit: int = 3, word: str = "more") -> str:
     """Join names to one text: `A, B and C`. Only the first `limit` names are shown, and the text says how many more there are:
     `A, B, C and 2 more`. `word` is used in place of "more".

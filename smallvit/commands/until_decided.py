@@ -14,6 +14,7 @@ from smallvit.tuning import FIRST_SEED
 from smallvit.verdicts.compare import compare, next_looks, schedule
 from smallvit.verdicts.comparison import Condition, Row
 from smallvit.verdicts.sequential import ADDED_LOOKS, LOOKS
+from smallvit.words import units
 
 from .report import collect
 
@@ -37,16 +38,16 @@ def begin(runs: Sequence[ArmRun], looks: Looks | None, options: argparse.Namespa
     """
     if looks is None:
         looks = Looks(first_schedule(runs, out, recipe), {})
-    first, units = looks.schedule[0], "passes" if runs[0].run.folds else "seeds"
+    first, several = looks.schedule[0], units(runs[0].run.folds)
     if options.max_seeds is not None and options.max_seeds < first:
-        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at least {first}, the {units} of the first look")
+        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at least {first}, the {several} of the first look")
     if options.max_seeds is not None and options.max_seeds > LOOKS[-1]:
-        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the {units} of the last look")
+        raise ValueError(f"--max-seeds is {options.max_seeds}; expected at most {LOOKS[-1]}, the {several} of the last look")
     selected = {entry.cell for entry in only(runs, options.only)}
     most = max(looks.at(cell) for cell in selected)
     if options.max_seeds is not None and options.max_seeds < most:
         raise ValueError(
-            f"--max-seeds is {options.max_seeds}, but an earlier command has chosen {most} {units} for an arm; expected at "
+            f"--max-seeds is {options.max_seeds}, but an earlier command has chosen {most} {several} for an arm; expected at "
             f"least {most}; to see what there is now, use smallvit report"
         )
     baseline = only_baseline(runs)
@@ -154,14 +155,14 @@ def progress(row: Row, more: int | None, most: int | None) -> str:
     """
     taken = row.difference.looks if row.difference else ()
     p = f", P = {row.difference.p_holm:.3g}" if row.difference and row.difference.p_holm is not None else ""
-    units = row.units
-    start = f"after {taken[-1]} {units}" if taken else f"{len(row.seeds)} {units}"
+    several = row.units
+    start = f"after {taken[-1]} {several}" if taken else f"{len(row.seeds)} {several}"
     if row.stopped == "decided":
         return f"{start}, decided: {row.verdict}{p}"
     if row.stopped:
         return f"{start}, {row.stopped}: {row.reason}{p}"
     if more:
-        return f"{start}, goes on to {more} {units}{p}"
+        return f"{start}, goes on to {more} {several}{p}"
     if row.next_look and most is not None and row.next_look > most:
         return f"{start}, {row.verdict}: stopped by --max-seeds {most}{p}"
     return f"{start}, {row.verdict}" + f": {row.reason}" * bool(row.reason) + p

@@ -13,7 +13,7 @@ from smallvit.verdicts.folds import pooled
 from smallvit.verdicts.score import ACCURACIES, ACCURACY, Score, score_named
 from smallvit.verdicts.single_folds import FoldVariance
 from smallvit.verdicts.statistics import FOLDS_FACTOR, MIN_PAIRS, TIE, spread
-from smallvit.words import join_names
+from smallvit.words import join_names, units
 
 from .settings import option_name, options_at_edge
 
@@ -268,8 +268,8 @@ def nothing_learned(records: Sequence[Record]) -> str:
     if not found or any(cell not in found for cell in cells):
         return ""
     level = level_of(found[cell] for cell in cells)
-    units = "passes" if any(r.folds for runs in cells.values() for r in runs) else "seeds"
-    return f"No arm was shown to be better than guessing{level}: train longer or change the settings before adding {units}."
+    more = units(any(r.folds for runs in cells.values() for r in runs))
+    return f"No arm was shown to be better than guessing{level}: train longer or change the settings before adding {more}."
 
 
 def no_better_than_random(records: Sequence[Record]) -> list[str]:
@@ -339,13 +339,13 @@ def unused_seeds(records: Sequence[Record]) -> list[str]:
     for r in records:
         if r.unused_seeds:
             found.setdefault(r.arm, set()).update(r.unused_seeds)
-    units = "passes" if any(r.folds for r in records if r.unused_seeds) else "seeds"
+    several = units(any(r.folds for r in records if r.unused_seeds))
     arms: dict[str, list[str]] = {}
     for arm, seeds in found.items():
         arms.setdefault(seed_ranges(seeds), []).append(f"“{arm}”")
     return [
-        f"Finished runs of {join_names(names)} with other {units} ({seeds}) are not used. Deciding by their results which "
-        f"{units} to use makes verdicts invalid"
+        f"Finished runs of {join_names(names)} with other {several} ({seeds}) are not used. Deciding by their results which "
+        f"{several} to use makes verdicts invalid"
         for seeds, names in arms.items()
     ]
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from smallvit.record import Record
+from smallvit.words import unit
 
 from .comparison import Cell, Comparison, Row, condition_of
 from .costs import FORWARD, costs_of, known_median, unequal
@@ -288,8 +289,8 @@ def gaps_of(arm: str, runs: Runs, control: str, control_runs: Runs, looks: Seque
             found.setdefault((arm, f"used other images than {control}"), []).append(s)
     if not found and not same_test_images(each.get(s) for each in (runs, control_runs) for s in seeds):
         return f"the runs of {arm} and {control} were scored on different test images"
-    unit = "pass" if any(r and r.folds for r in (*runs.values(), *control_runs.values())) else "seed"
-    return "; ".join(f"{name}, {format_seeds(s, len(runs), unit)}: {problem}" for (name, problem), s in found.items())
+    one = unit(any(r and r.folds for r in (*runs.values(), *control_runs.values())))
+    return "; ".join(f"{name}, {format_seeds(s, len(runs), one)}: {problem}" for (name, problem), s in found.items())
 
 
 def unequal_tuning(runs: Runs, control: str, control_runs: Runs) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from smallvit.record import Record, condition_text
+from smallvit.words import units
 
 from .single_folds import FoldVariance
 from .statistics import FOLDS_FACTOR, LEVEL, MIN_IMAGES, MIN_PAIRS, Variance
@@ -250,7 +251,7 @@ class Row:
     @property
     def units(self) -> str:
         """The word for several seeds: "seeds", or "passes" in a cross-validation."""
-        return "passes" if self.folds else "seeds"
+        return units(self.folds)
 
     @property
     def labels(self) -> int | None:

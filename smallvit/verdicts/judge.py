@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from smallvit.words import unit, units
+
 from .comparison import Cell, Difference
 from .differences import BIASED
 from .score import score_named
@@ -81,7 +83,7 @@ def decided(d: Difference, level: float, looks: Sequence[int] = ()) -> Verdict:
         first = d.strongest
         score = score_named(d.metric, d.lower_is_better)
         numbers = f"{score.difference(first.mean)} {score.interval(first.low or 0.0, first.high or 0.0)}"
-        reason = f"decided at the look at {len(first.values)} {units(d)}: {numbers}"
+        reason = f"decided at the look at {len(first.values)} {units(d.folds)}: {numbers}"
     if d.single_folds:
         again = d.single_folds.replication(d.mean, level)
         passes = d.single_folds.passes_to_replicate(d.mean, level)
@@ -106,25 +108,25 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
     if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE and abs(d.mean) <= TIE):
         differ = d.differ or (d.variance is not None and not (d.bound or d.variance.unseen) and d.variance.over_images > 0)
         more = "the predictions differ" if differ else "check that the technique changes anything"
-        unit = "fold" if d.single_folds else "pass" if d.folds else "seed"
+        one = "fold" if d.single_folds else unit(d.folds)
         stopped = stop_reason(d.mean, d.variance, d.looks[-1], looks, overlap=d.overlap) if d.looks and d.variance else ""
-        return Verdict("inconclusive", f"the same {score.title} as the baseline for every {unit}; {more}", d, stopped)
+        return Verdict("inconclusive", f"the same {score.title} as the baseline for every {one}; {more}", d, stopped)
     variance = d.variance
     now, final = (nominal_level(n, looks, level) for n in (d.looks[-1], looks[-1])) if d.looks else (level, level)
     d = replace(d, detectable=detectable(variance, level=now, overlap=d.overlap), needs=needs(d, final))
     reason, stopped = partial_evidence(d), ""
     if d.looks:
-        last = d.looks[-1]
+        last, several = d.looks[-1], units(d.folds)
         stopped = stop_reason(d.mean, variance, last, looks, overlap=d.overlap)
         reasons = {
             "excluded": f"a difference of {EQUIVALENCE * (100 if score.percent else 1):g}{score.points} is excluded",
-            "hopeless": f"stopped after {last} {units(d)}: a verdict is unlikely even with {looks[-1]} {units(d)}",
+            "hopeless": f"stopped after {last} {several}: a verdict is unlikely even with {looks[-1]} {several}",
             "": "",
         }
         if last < looks[-1]:
             n = next(n for n in looks if n > last)
-            next_text = f"the next look is at {n} {units(d)}"
-            reasons[""] = f"no look at {n} {units(d)} is possible ({d.blocked})" if d.blocked else next_text
+            next_text = f"the next look is at {n} {several}"
+            reasons[""] = f"no look at {n} {several} is possible ({d.blocked})" if d.blocked else next_text
         reason = "; ".join(filter(None, (reason, reasons[stopped])))
     return Verdict("inconclusive", reason, d, stopped)
 
@@ -172,11 +174,6 @@ def partial_evidence(d: Difference) -> str:
     often = "in every retraining" if all(value * d.mean > 0 for value in d.values) else "on average over retrainings"
     where = f"{d.groups:,} groups of" if d.groups else f"{d.variance.images:,}"
     return f"{word} on these {where} test images {often}; {problem}"
-
-
-def units(d: Difference) -> str:
-    """Return the word for several seeds: "seeds", or "passes" in a cross-validation. `d` holds the differences."""
-    return "passes" if d.folds else "seeds"
 
 
 def excludes_zero(low: float | None, high: float | None) -> bool:

@@ -20,6 +20,7 @@ from smallvit.report.units import score_in, score_of
 from smallvit.storage import write_text
 from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
+from smallvit.words import unit, units
 
 from ..mistakes import name_of, predictions_of
 from .answer import answer, any_learned, goodness, interval, main_rows, model_to_keep, names_of, number
@@ -112,7 +113,7 @@ def write_page(
         "score": score.capital + score.unit,
         "rows": [row_of(row, chosen) for row in main_rows(comparison).values()],
         "judged": division(plan, len(judged.names), groups_of_images),
-        "unit": "pass" if plan.folds else "seed",
+        "unit": unit(plan.folds),
         "forest": Markup(forest(with_all)),
         "confusion": Markup(confusion_matrices(with_all, own)),
         "trials": trial_tables(plan, groups),
@@ -278,10 +279,9 @@ def more_time(plan: Plan, out: Path) -> list[str]:
     """
     if plan.passes >= WANTED_PASSES:
         return []
-    unit = "passes" if plan.folds else "seeds"
     return [
-        f"More time: there was time for {plan.passes} {unit}; {WANTED_PASSES} would give narrower intervals. Training is then "
-        f"longer, too, which often gives a better model. Use the same command with {longer(plan, out)}."
+        f"More time: there was time for {plan.passes} {units(plan.folds)}; {WANTED_PASSES} would give narrower intervals. "
+        f"Training is then longer, too, which often gives a better model. Use the same command with {longer(plan, out)}."
     ]
 
 
