@@ -10,12 +10,14 @@ memory.py      the structs that C++ reads, the addresses of tensors, and memory 
 autograd.py    the call of the kernel as an operation of PyTorch's autograd
 merging.py     the merging of tokens between two blocks
 branches.py    the branches of consecutive blocks, which one call computes
-blocks.py      native_blocks, NativeBlocks: the blocks of an objective, and why PyTorch must compute some; start reading here
+checks.py      which blocks the kernel can compute, and whether they are still as they were
+blocks.py      native_blocks, NativeBlocks: the blocks of an objective in the kernel; start reading here
 shortcuts.py   faster ways through a tokenizer and the last norm of a ViT
 """
 
 from .autograd import InnerPasses, gradients_in_place
-from .blocks import is_native_call, native_blocks, reason_against_block
+from .blocks import is_native_call, native_blocks
+from .checks import reason_against_block
 from .compiler import reason_against
 from .shortcuts import shortcuts
 
