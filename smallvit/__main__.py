@@ -155,7 +155,7 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "report": (
         "write the report of the runs that have finished so far",
-        "recipe --out --scale-steps --csv --latex --mistakes --disagreements --log --publish",
+        "recipe --out --scale-steps --csv --latex --predictions --mistakes --disagreements --log --publish",
     ),
     "verify": (
         "train a few committed runs again and compare the results with the committed records",
@@ -220,6 +220,7 @@ HELP = {  # of an option in all commands, or of "COMMAND OPTION"
     "--disagreements": "also write a table of the test images on which two arms disagree",
     "--csv": "also write the results as a CSV file: report.csv beside the report, or FILE; - prints it",
     "--latex": "also write the main results as a LaTeX table: report.tex beside the report, or FILE; - prints it",
+    "--predictions": "also write how an arm classifies each test image: a table in CSV format beside the report",
     "--mistakes": "also list and draw the test images that an arm gets wrong most often, with its trained models",
     "--publish": "write the records and the report beside the recipe file, to be committed",
     "--seeds": "number of new seeds of each arm (default: 1)",
@@ -277,7 +278,7 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--max-seeds": NUMBER,
     "--csv": TABLE,
     "--latex": TABLE,
-    "--mistakes": {"metavar": "ARM"},
+    **{option: {"metavar": "ARM"} for option in ("--predictions", "--mistakes")},
     "--disagreements": {"nargs": 2, "metavar": "ARM"},
     "--seeds": NUMBER | {"default": 1},
     "images": {"nargs": "+"},

@@ -587,7 +587,7 @@ def test_options_that_exclude_each_other_are_refused_with_advice(first, second, 
     assert f"smallvit: {first} cannot be used with {second}: {EXCLUDED[first, second]}\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--mistakes", "+LSA"], ["--log", "wandb"], ["--disagreements", "scratch", "+LSA"]])
+@pytest.mark.parametrize("option", [["--predictions", "+LSA"], ["--mistakes", "+LSA"], ["--log", "wandb"], ["--disagreements", "scratch", "+LSA"]])
 def test_publishing_does_nothing_else(option, workdir, capsys):
     assert main(["report", "mine.py", "--publish", *option]) == 2
     assert f"smallvit: --publish cannot be used with {option[0]}: it only writes" in capsys.readouterr().err

@@ -1,5 +1,6 @@
-"""smallvit report R --mistakes ARM: the drawing of the images, and the command that trains an arm without models."""
+"""smallvit report R --mistakes ARM and --predictions ARM: what trained models predict for their test images."""
 
+import csv
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 import torch
 from toys import TINY_VIT
 
-from smallvit import ArmRun, Run, SmallCNN, ablate, arrays, fit
+from smallvit import ArmRun, Run, SmallCNN, ablate, arrays, fit, load
 from smallvit.commands.mistakes import Mistake, draw, each_tested_by, show_mistakes
+from smallvit.commands.predictions import write_predictions
 from smallvit.launch.results import folder
 from smallvit.train.fit import Tags
 from smallvit.verdicts import compare
@@ -62,9 +64,32 @@ def test_mistakes_in_a_cross_validation_say_how_many_runs_tested_each_image(tmp_
     assert each_tested_by([mistake()], 3) == "" and each_tested_by([mistake(), replace(mistake(), tested=2)], 9).endswith("by 2 to 3 of them")
 
 
+def test_images_of_a_cross_validation_are_predicted_by_models_that_were_not_trained_on_them(tmp_path):
+    """Two passes of three folds: the table has the mean of the two models without the image, as a slow loop finds them."""
+    pixels = np.random.default_rng(0).integers(0, 256, (22, 8, 8), np.uint8)
+    np.savez(tmp_path / "a.npz", images=pixels, labels=np.arange(22) % 2)
+    run = Run(data=partial(arrays, path=str(tmp_path / "a.npz"), folds=3), model=TINY_VIT, val=2, steps=3, batch=8)
+    entries = [ArmRun(run=run.at_seed(seed), arm="+a b", role="baseline") for seed in range(6)]
+    found = [fit(e.run, folder(e, tmp_path, "lab"), tags=Tags("lab", "+a b", "baseline")) for e in entries]
+    line = write_predictions("+a b", entries, found, compare(found), tmp_path, "lab", "smallvit run lab")
+    assert line == f"predictions of +a b for 22 test images: {tmp_path / 'lab' / 'predictions-a-b.csv'}"
+    rows = list(csv.DictReader((tmp_path / "lab" / "predictions-a-b.csv").read_text().splitlines()))
+    assert [*rows[0]] == ["file", "class", "label", "models", "p_0", "p_1"] and len(rows) == 22
+    models = {e.run.seed: load(folder(e, tmp_path, "lab")) for e in entries}
+    tests = {e.run.seed: e.run.data().at_seed(e.run.seed).fold.positions.tolist() for e in entries}
+    for image, row in enumerate(rows):
+        assert row["file"] == f"test image {image}" and row["label"] == str(image % 2) and row["models"] == "2"
+        mine = [models[seed].predict_proba(pixels[image : image + 1])[0] for seed in models if image in tests[seed]]
+        mean = np.mean(np.asarray(mine), 0)
+        assert len(mine) == 2 and np.allclose(mean, [float(row["p_0"]), float(row["p_1"])], atol=2e-6)
+        assert row["class"] == str(mean.argmax())
+
+
 def test_arm_without_models_is_refused_with_the_command_that_trains_it():
     base = Run(model=SmallCNN, labels=100, val=50, steps=1)
     runs = ablate({"scratch": base, "small steps": base.vary(lr=1e-4)}, labels=[100], seeds=range(1), references=())
     advice = "train them with: smallvit run sub/lab.py --out other --only 'arm=small steps'$"
     with pytest.raises(ValueError, match=f"no finished run of 'small steps' is in other, .* {advice}"):
         show_mistakes("small steps", runs, [], None, Path("other"), "lab", "smallvit run sub/lab.py --out other")
+    with pytest.raises(ValueError, match="the recipe lab has no arm 'none'; expected one of 'scratch', 'small steps'"):
+        write_predictions("none", runs, [], None, Path("other"), "lab", "smallvit run sub/lab.py --out other")

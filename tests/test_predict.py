@@ -267,6 +267,29 @@ def test_ensemble_of_an_unfinished_arm_says_how_many_runs_have_finished(workdir,
     assert "1 of 2 runs of +slow have finished" in printed.err and len(rows(printed.out)) == 10
 
 
+def test_predictions_for_training_images_come_with_a_note(workdir, images, tmp_path, capsys):
+    """The mean of all folds has seen every image of the folder, but those in test/."""
+    write_pool()
+    write_recipe(FOLDS)
+    for entry in load_recipe("mine.py").RUNS:
+        if entry.arm == "+slow" and entry.seed < 2:
+            fit(entry.run, folder(entry, "runs", "mine"), tags=tags(entry, "mine"))
+    files = sorted(map(str, Path("pool").rglob("*.png")))
+    for words, count in (([*files[:3], str(images)], "3 images lie"), (files[:1], "1 image lies")):
+        assert main(["predict", "mine.py:+slow", *words, "--ensemble"]) == 0
+        assert f"note: {count} in pool, from which the training images of these models come" in capsys.readouterr().err
+    assert main(["predict", "mine.py:+slow", str(images), "--seed", "1"]) == 0
+    assert "training images" not in capsys.readouterr().err
+    Path("pool").rename("old")
+    Path("pool").mkdir()
+    Path("old").rename("pool/train")
+    (Path("pool") / "test").symlink_to(images)
+    assert main(["predict", "mine.py:+slow", "pool/test", "--seed", "1"]) == 0
+    assert "training images" not in capsys.readouterr().err
+    assert main(["predict", "mine.py:+slow", "pool/train", "--seed", "1"]) == 0
+    assert "in pool, from which the training images of this model come" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("terminal, copies, bar", [(True, 1, False), (True, 20, True), (False, 20, False)])
 def test_progress_bar_needs_a_terminal_and_many_files(terminal, copies, bar, arm, images, monkeypatch, capsys):
     files = [file for file in find_files([str(images)]) for _ in range(copies)]

@@ -268,7 +268,7 @@ def finished(tmp_path_factory) -> Path:
 def test_tables_and_mistakes_of_finished_runs(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished)
     reads = Path("runs/tiny/test_reads.jsonl").read_bytes()
-    cli.main(["report", "tiny.py", "--csv", "--latex", "paper.tex", "--mistakes", "+SPT"])
+    cli.main(["report", "tiny.py", "--csv", "--latex", "paper.tex", "--mistakes", "+SPT", "--predictions", "+SPT"])
     printed = capsys.readouterr().out
     assert "table: runs/tiny/report.csv" in printed and Path("paper.tex").read_text().startswith("% \\usepackage{booktabs}")
     wrong, images, runs = map(int, re.search(r"Mistakes of \+SPT at 100 labels: (\d+) of (\d+) .* (\d+) runs", printed).groups())
@@ -278,6 +278,9 @@ def test_tables_and_mistakes_of_finished_runs(finished, monkeypatch, capsys):
     lines = [line for line in printed.splitlines() if line.lstrip().startswith("test image")]
     counts = [int(re.search(r"(\d) of 2", line)[1]) for line in lines]
     assert len(lines) == 20 and counts == sorted(counts, reverse=True) and counts[0] == 2
+    table = list(csv.DictReader(Path("runs/tiny/predictions-SPT.csv").read_text().splitlines()))
+    assert len(table) == 500 and {row["models"] for row in table} == {"2"}
+    assert min(most) / 2 <= sum(row["class"] != row["label"] for row in table) <= wrong
     assert Path("runs/tiny/mistakes-SPT.png").read_bytes().startswith(b"\x89PNG")
     assert Path("runs/tiny/test_reads.jsonl").read_bytes() == reads  # looking at mistakes scores no setting
 

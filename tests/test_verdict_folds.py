@@ -17,7 +17,8 @@ from scipy import stats
 from toys import TINY_VIT
 
 from smallvit import ArmRun, Run, SmallCNN, ablate, accuracy, folder, knn, log_loss
-from smallvit.commands.mistakes import find_mistakes, image_names
+from smallvit.commands.mistakes import find_mistakes
+from smallvit.commands.predictions import image_names
 from smallvit.data import arrays
 from smallvit.data.folds import draw_folds
 from smallvit.evaluate.metrics import auc_without, balanced_accuracy_of, jackknife, macro_f1_without

@@ -10,6 +10,7 @@ from pathlib import Path
 from smallvit.data.files import looks_like_image
 from smallvit.deploy.predict import find_files, ignored_files, predict_files, table
 from smallvit.storage import write_atomic
+from smallvit.train.trained_model import ImageClassifier
 from smallvit.words import how_many
 
 from .finished import load_model, with_words
@@ -37,6 +38,8 @@ def main(options: argparse.Namespace) -> int:
         files_are = how_many(ignored.total(), "file that is no image is", "files that are no images are")
         print(f"smallvit: {files_are} ignored: {kinds}{more}", file=sys.stderr)
     model = load_model(options)
+    if note := note_on_training_images(model, files):
+        print(f"note: {note}", file=sys.stderr)
     print(f"smallvit: predicting {how_many(len(files), 'image')}", file=sys.stderr, flush=True)
     with tqdm(total=len(files), unit="image", disable=True if len(files) < BAR else None, leave=False) as bar:
         predictions = predict_files(model, files, skip_broken=options.skip_broken, watch=bar.update)
@@ -55,6 +58,28 @@ def main(options: argparse.Namespace) -> int:
     shown = ", ".join(f"{model.classes[index]} {count:,}" for index, count in counts.most_common(5))
     print(f"{options.output}: {how_many(len(predictions.files), 'image')}; {shown}" + ", ..." * (len(counts) > 5))
     return 0
+
+
+def note_on_training_images(model: ImageClassifier, files: Sequence[str]) -> str:
+    """Return a note that some image files lie in the folder from which the training images of a model come, or an empty text.
+    `model` is a trained model or an ensemble, and `files` are the images to predict. The images in a subfolder `test` are no
+    training images.
+    """
+    records = [one.record for one in getattr(model, "models", [model])]
+    path = (records[0].run.get("data") or {}).get("path")
+    if not isinstance(path, str) or not os.path.isdir(path):
+        return ""
+    place = Path(os.path.realpath(path))
+    place = place / "train" if (place / "train").is_dir() else place
+    inside = sum(Path(os.path.realpath(file)).is_relative_to(place) for file in files)
+    if not inside:
+        return ""
+    models = "this model" if len(records) == 1 else "these models"
+    return (
+        f"{how_many(inside, 'image lies', 'images lie')} in {path}, from which the training images of {models} come, and a "
+        "model is too sure of images on which it was trained; smallvit report RECIPE --predictions ARM predicts test images "
+        "only, by the models that were not trained on them"
+    )
 
 
 def check_output(output: str | None, files: Sequence[str]):

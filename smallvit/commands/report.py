@@ -28,7 +28,8 @@ from smallvit.verdicts.compare import compare
 from smallvit.verdicts.disagreements import disagreement_text, disagreements
 from smallvit.words import how_many
 
-from .mistakes import image_names, show_mistakes
+from .mistakes import show_mistakes
+from .predictions import image_names, write_predictions
 from .stored import (
     check_out,
     known_looks,
@@ -46,10 +47,11 @@ def main(options: argparse.Namespace) -> int:
     such as "better" or "worse" than its baseline. `options` are the arguments of the command line. Return the exit status: 0 if
     all runs have finished, otherwise 1.
 
-    With `--csv` or `--latex`, also writes the results as a table. With `--mistakes A`, also lists and draws the test images
-    that the arm A gets wrong most often. With `--disagreements A B`, also prints on which test images the arms A and B
-    disagree. With `--log T`, also sends curves and results to the tracker T, such as TensorBoard. With `--publish`, writes
-    records and report beside the recipe file. If no run has finished, the report is that of the committed records.
+    With `--csv` or `--latex`, also writes the results as a table. With `--predictions A`, also writes how the arm A classifies
+    each test image. With `--mistakes A`, also lists and draws the test images that it gets wrong most often. With
+    `--disagreements A B`, also prints on which test images the arms A and B disagree. With `--log T`, also sends curves and
+    results to the tracker T, such as TensorBoard. With `--publish`, writes records and report beside the recipe file. If no run
+    has finished, the report is that of the committed records.
     """
     check_excluded({f"--{name}" for name, value in vars(options).items() if value}, EXCLUDED)
     if "-" in (options.csv, options.latex):  # only the table goes to the standard output
@@ -60,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
 
 EXCLUDED = {  # pairs of options that cannot be used together: why, and what to do
     ("--publish", other): f"it only writes the files to be committed; give {other} in a second command"
-    for other in ("--mistakes", "--log", "--disagreements")
+    for other in ("--predictions", "--mistakes", "--log", "--disagreements")
 }
 
 
@@ -107,9 +109,10 @@ def report(options: argparse.Namespace) -> int:
     target, all_results = out / path.stem / "report", Path(options.out)
     write_report(path, module, records, target, options.scale_steps, models=trained_here, out=all_results)
     write_tables(records, target, options)
-    if options.mistakes:
-        command = run_command(path, Path(options.out), scale_option(options.scale_steps))
-        print("\n" + show_mistakes(options.mistakes, runs, collected, compare(records), out, path.stem, command))
+    for arm, show in ((options.predictions, write_predictions), (options.mistakes, show_mistakes)):
+        if arm:
+            command = run_command(path, Path(options.out), scale_option(options.scale_steps))
+            print("\n" + show(arm, runs, collected, compare(records), out, path.stem, command))
     if options.log:
         sent = send(options.log, out / path.stem, path.stem, runs_to_send(runs, out, path.stem))
         print(f"{options.log}: sent {how_many(sent, 'run')}")

@@ -5,7 +5,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,13 +188,16 @@ def predict_files(
     return Predictions(read, torch.cat(probabilities), broken)
 
 
-def table(predictions: Predictions, classes: Sequence[str]) -> str:
+def table(predictions: Predictions, classes: Sequence[str], more: Mapping[str, Sequence[str]] | None = None) -> str:
     """Return predictions as text in CSV format: one line for each file, with the file, the most probable class and the
-    probability of each class. The column of a class is called `p_<class>`.
+    probability of each class. The column of a class is called `p_<class>`. `more` are further columns, from their names to
+    their texts, one for each file.
     """
+    columns = more or {}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["file", "class", *(f"p_{name}" for name in classes)])
-    for file, row in zip(predictions.files, predictions.probabilities):
-        writer.writerow([file, classes[int(row.argmax())], *(f"{value:.6f}" for value in row.tolist())])
+    writer.writerow(["file", "class", *columns, *(f"p_{name}" for name in classes)])
+    for index, (file, row) in enumerate(zip(predictions.files, predictions.probabilities)):
+        texts = [column[index] for column in columns.values()]
+        writer.writerow([file, classes[int(row.argmax())], *texts, *(f"{value:.6f}" for value in row.tolist())])
     return text.getvalue()

@@ -22,7 +22,7 @@ from smallvit.verdicts.compare import compare
 from smallvit.verdicts.comparison import Comparison, Row
 from smallvit.words import unit, units
 
-from ..mistakes import name_of, predictions_of
+from ..predictions import name_of, predictions_of
 from .answer import answer, any_learned, goodness, interval, main_rows, model_to_keep, names_of, number
 from .doubts import doubts, weak_class
 from .learning_curve import images_or_technique, learning_curve
