@@ -452,13 +452,13 @@ def content() -> str:
 
 INTRODUCTION = """\
 The library has {techniques} techniques and settings in {slots} slots. A small model was trained for one step with every two of
-them from different slots. **{trained:,} combinations train, and {refused} are refused** with an error message, before the first
-step or in it. In these pairs of slots, some combinations are refused; of all other pairs of slots, all combinations train:
+them from different slots, but models only with objectives and optimizers. **{trained:,} combinations train, and {refused} are
+refused** with an error message, before the first step or in it. In these pairs of slots, some combinations are refused; in all
+other pairs that were tried, all combinations train:
 
 {counts}
 
-The techniques of each slot are listed [below](#other-features). A CNN has no slots, so it is combined with objectives and
-optimizers only.
+The techniques of each slot are listed [below](#other-features).
 
 ### Refused combinations
 

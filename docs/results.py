@@ -424,9 +424,10 @@ def counts() -> str:
     fragile = sum(d.fragile for d in decided)
     unknown = sum(map(may_be_fragile, decided)) - fragile
     return (
-        f"- The {len(recipes)} recipes with verdicts together have {len(rows)} comparisons. Of these, {len(decided)} have the "
-        f"verdict *better* or *worse*. At least {fragile} of these verdicts are fragile; for {unknown} more, older records do "
-        f"not show it. {again} of the comparisons are in two recipes with equal runs."
+        f"- The {len(recipes)} recipes with verdicts together have {len(rows)} comparisons, counting only tuned settings and "
+        f"the longest training where there are several. Of these, {len(decided)} have the verdict *better* or *worse*. At "
+        f"least {fragile} of these verdicts are fragile; for {unknown} more, older records do not show it. {again} of the "
+        "comparisons are in two recipes with equal runs."
     )
 
 

@@ -124,7 +124,7 @@ class Record:
     cpu: str | None = None  # name of the processor
     threads: int | None = None  # torch threads
     precision: str | None = None  # "fp32" or "bf16"
-    kernel: str | None = None  # kernel: "rule", "explicit", "fused" (attention) or "native" (whole blocks)
+    kernel: str | None = None  # as chosen: "rule", "explicit", "fused" (attention) or "native" (all blocks that it can compute)
     evaluated: str | None = None  # the kernel with which the model was evaluated at the end: "rule" or "native"
     compiled: bool | None = None  # whether blocks were compiled
     stacked: int | None = None  # how many runs were trained together as one model

@@ -216,8 +216,8 @@ def untestable(d: Difference | None, gaps: str, family: int, looks: Sequence[int
         enough = f"about {need} would show a difference of {size} on these test images with 80% power"
         return "not enough seeds", f"{n} of at least {MIN_PAIRS} pairs; {enough}"
     if d.sd is not None and d.sd <= TIE and abs(d.mean) > TIE:
-        unit, units = ("pass", "passes") if d.folds else ("seed", "seeds")
-        return "no verdict", f"the same difference for every {unit}, so no test is possible; check that the {units} differ"
+        every = f"the same difference for every {unit(d.folds)}"
+        return "no verdict", f"{every}, so no test is possible; check that the {units(d.folds)} differ"
     if d.groups:
         return "no verdict", "fewer than two groups of test images count, because one is large or tells the arms apart alone"
     if abs(d.mean) > 0.5:
