@@ -159,7 +159,7 @@ def import_recipe(path: Path, text: str | None = None) -> Any:
     module: Any = module_from_spec(ModuleSpec(name, SourceFileLoader(name, str(path)), origin=str(path)))
     module.__file__ = str(path)
     try:
-        text = path.read_text(encoding="utf-8") if text is None else text
+        text = path.read_text(encoding="utf-8-sig") if text is None else text
         if imported_text(path) == text:
             if not hasattr(sys.modules[name], "DECLARED"):
                 raise ValueError(

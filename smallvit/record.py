@@ -145,10 +145,10 @@ class Record:
     def has_other_data(self, sha256: str, classes: Sequence[str]) -> bool:
         """Return whether the run was trained on other images, labels or names of classes than those of a data set, which has
         the hash `sha256` and these `classes`. An old record does not keep the hash or the names; what is missing is not
-        compared.
+        compared. Names are compared as they are printed, because that is how they are read from a file.
         """
         names = (self.preprocess or {}).get("classes") or classes
-        return self.data_sha256 not in (None, sha256) or list(names) != list(classes)
+        return self.data_sha256 not in (None, sha256) or [*map(printable, names)] != [*map(printable, classes)]
 
     def has_other_weights(self, sha256: str | None) -> bool:
         """Return whether the run began with another file of pretrained weights than that with the hash `sha256`. The result is

@@ -53,7 +53,7 @@ def cache_folder() -> Path:
 def write_atomic(path: Path, write: Callable[[Path], object]):
     """Write a file safely: if writing is interrupted, an existing file at `path` stays unchanged. The function
     `write(temporary_path)` writes the new content to a temporary file, which is then moved to `path`. If `path` is a link, the
-    file that it points to is replaced, and the link stays.
+    file that it points to is replaced, and the link stays. A device or a pipe, such as `/dev/null`, is written to directly.
 
     Raises NotWritten, which is a ValueError, with the folder and the reason, when the file cannot be written.
     """
@@ -61,6 +61,9 @@ def write_atomic(path: Path, write: Callable[[Path], object]):
     path = path.resolve() if path.is_symlink() else path
     new = temporary(path)
     with failures_named(path):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            write(path)
+            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(new)

@@ -436,6 +436,18 @@ def test_a_link_keeps_pointing_to_the_file_that_is_written(tmp_path):
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["table.csv"]
 
 
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
+    """As with `-o /dev/null`: a device must not become a file."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "some text")
+        assert os.read(reader, 100) == b"some text" and pipe.is_fifo()
+        assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    finally:
+        os.close(reader)
+
+
 def test_launch_goes_on_when_the_folder_of_a_run_can_be_written_again(tmp_path, capfd):
     runs = ablate({"scratch": SHORT, "other": SHORT.vary(lr=2e-3)}, labels=[50], seeds=[0], references=False)
     (tmp_path / "t" / "50").mkdir(parents=True)

@@ -21,9 +21,11 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from PIL import Image
 from toys import TINY_VIT, training_of
 
-from smallvit import DINO, ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, knn
+from smallvit import DINO, ArmRun, LocalityAttention, PatchEmbed, Pixels, Run, ablate, arrays, augment, fit, knn
+from smallvit import folder as image_folder
 from smallvit import record as records
 from smallvit.launch import launch, progress
 from smallvit.launch.local import HUGE_PAGES, allow_open_files, delay_sigint, process_context
@@ -675,6 +677,20 @@ def test_data_that_changed_since_a_run_finished_are_refused(tmp_path):
     file.unlink()
     arrays.cache_clear()
     assert [r.status for r in launch(runs, tmp_path, recipe="t", jobs=1)] == ["finished"] * 2, "they do not need their data"
+
+
+def test_data_whose_classes_have_unprintable_names_have_not_changed(tmp_path):
+    """In a record, which is printed, such characters are replaced by their code."""
+    for name in ("abc\u200f", "b"):
+        (tmp_path / "pool" / name).mkdir(parents=True)
+        for index in range(8):
+            Image.fromarray(np.full((8, 8), 20 * index + len(name), np.uint8)).save(tmp_path / "pool" / name / f"{index}.png")
+    run = SHORT.vary(data=partial(image_folder, path=str(tmp_path / "pool"), test=0.5), labels=None, val=2, steps=1)
+    runs = ablate({"a": run, "b": run.vary(init=run)}, seeds=range(1), references=False)
+    for _ in range(2):
+        assert [r.status for r in launch(runs, tmp_path / "runs", recipe="t", jobs=1)] == ["finished"] * 2
+    assert not fit(run, tmp_path / "alone").has_other_data(*run.data().content)
+    assert read_record(tmp_path / "alone").preprocess["classes"] == ["abc\\u200f", "b"]
 
 
 def test_files_of_ones_own_that_a_recipe_imports_are_named_once(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """smallvit report R --mistakes ARM and --predictions ARM: what trained models predict for their test images."""
 
 import csv
+import hashlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 import torch
 from toys import TINY_VIT
 
-from smallvit import ArmRun, Run, SmallCNN, ablate, arrays, fit, load
+from smallvit import ArmRun, Run, SmallCNN, ablate, arrays, digits, fit, load
 from smallvit.commands.mistakes import Mistake, draw, each_tested_by, show_mistakes
-from smallvit.commands.predictions import write_predictions
+from smallvit.commands.predictions import file_beside_report, image_names, write_predictions
 from smallvit.launch.results import folder
 from smallvit.train.fit import Tags
 from smallvit.verdicts import compare
@@ -71,8 +72,15 @@ def test_images_of_a_cross_validation_are_predicted_by_models_that_were_not_trai
     run = Run(data=partial(arrays, path=str(tmp_path / "a.npz"), folds=3), model=TINY_VIT, val=2, steps=3, batch=8)
     entries = [ArmRun(run=run.at_seed(seed), arm="+a b", role="baseline") for seed in range(6)]
     found = [fit(e.run, folder(e, tmp_path, "lab"), tags=Tags("lab", "+a b", "baseline")) for e in entries]
-    line = write_predictions("+a b", entries, found, compare(found), tmp_path, "lab", "smallvit run lab")
-    assert line == f"predictions of +a b for 22 test images: {tmp_path / 'lab' / 'predictions-a-b.csv'}"
+    given = compare(found), tmp_path, "lab", "smallvit run lab"
+    path = tmp_path / "lab" / "predictions-a-b.csv"
+    line = write_predictions("+a b", entries[:4], found[:4], *given)
+    assert line == f"predictions of +a b at all labels for 22 test images by 4 models: {path}"
+    missing = replace(found[5], status="missing")
+    line = write_predictions("+a b", entries[4:], [found[4], missing], *given)
+    assert " for 7 test images by 1 model (1 of the 2 runs have not finished): " in line
+    line = write_predictions("+a b", entries, found, *given)
+    assert line == f"predictions of +a b at all labels for 22 test images by 6 models: {path}"
     rows = list(csv.DictReader((tmp_path / "lab" / "predictions-a-b.csv").read_text().splitlines()))
     assert [*rows[0]] == ["file", "class", "label", "models", "p_0", "p_1"] and len(rows) == 22
     models = {e.run.seed: load(folder(e, tmp_path, "lab")) for e in entries}
@@ -83,6 +91,33 @@ def test_images_of_a_cross_validation_are_predicted_by_models_that_were_not_trai
         mean = np.mean(np.asarray(mine), 0)
         assert len(mine) == 2 and np.allclose(mean, [float(row["p_0"]), float(row["p_1"])], atol=2e-6)
         assert row["class"] == str(mean.argmax())
+
+
+def test_arms_with_similar_names_have_files_of_their_own(tmp_path):
+    runs = [ArmRun(run=Run(model=SmallCNN, labels=10, steps=1), arm=arm) for arm in ("SPT", "+SPT", "a b", "\u6570", "\u57fa")]
+    names = [file_beside_report("predictions", entry.arm, runs, tmp_path, "lab").name for entry in runs]
+    assert len(set(names)) == 5 and names[2] == "predictions-a-b"
+    assert names[:2] == ["predictions-SPT-" + hashlib.sha256(arm.encode()).hexdigest()[:8] for arm in ("SPT", "+SPT")]
+
+
+def test_data_that_cannot_be_loaded_are_an_error_with_its_reason(tmp_path, monkeypatch):
+    run = Run(data=digits, model=TINY_VIT, labels=20, val=10, steps=1, batch=8)
+    entry = ArmRun(run=run, arm="scratch", role="baseline")
+    record = fit(run, folder(entry, tmp_path, "lab"), tags=Tags("lab", "scratch", "baseline"))
+    given = "scratch", [entry], [record], compare([record]), tmp_path, "lab", "smallvit run lab"
+    assert image_names([entry], [record], "scratch")[0] == "test image 0"
+
+    def missing(**_):
+        raise RuntimeError("Dataset not found")
+
+    monkeypatch.setattr("sklearn.datasets.load_digits", missing)
+    digits.cache_clear()
+    assert image_names([entry], [record], "scratch") is None
+    for command in (show_mistakes, write_predictions):
+        with pytest.raises(ValueError, match=r"the data .* cannot be loaded: RuntimeError: Dataset not found"):
+            command(*given)
+    monkeypatch.undo()
+    digits.cache_clear()
 
 
 def test_arm_without_models_is_refused_with_the_command_that_trains_it():

@@ -127,6 +127,11 @@ def test_files_folders_and_patterns_give_each_image_once(images):
     assert found[0] == one and len(found) == len(set(found)) == 10
 
 
+def test_home_folder_in_a_quoted_pattern_is_found(images, monkeypatch):
+    monkeypatch.setenv("HOME", str(images.parent))
+    assert len(find_files(["~/images/*.png"])) == 7 and len(find_files(["~/images"])) == 10
+
+
 def test_other_spellings_of_a_path_mean_the_same_file(images, monkeypatch):
     monkeypatch.chdir(images.parent)
     found = find_files(["images/3.png", "./images", str(images), "images/more/../3.png"])
@@ -280,14 +285,24 @@ def test_predictions_for_training_images_come_with_a_note(workdir, images, tmp_p
         assert f"note: {count} in pool, from which the training images of these models come" in capsys.readouterr().err
     assert main(["predict", "mine.py:+slow", str(images), "--seed", "1"]) == 0
     assert "training images" not in capsys.readouterr().err
+    for name in ("a", "train"):  # a link to a class, and a class whose name could be that of a part
+        Path("pool", "b").rename(Path("pool", "train"))
+        Path("pool", "a").rename("a")
+        Path("pool", "a").symlink_to(Path("a").resolve())
+        assert main(["predict", "mine.py:+slow", f"pool/{name}", "--seed", "1"]) == 0
+        assert "in pool, from which the training images of this model come" in capsys.readouterr().err
+        Path("pool", "a").unlink()
+        Path("a").rename(Path("pool", "a"))
+        Path("pool", "train").rename(Path("pool", "b"))
     Path("pool").rename("old")
     Path("pool").mkdir()
-    Path("old").rename("pool/train")
-    (Path("pool") / "test").symlink_to(images)
-    assert main(["predict", "mine.py:+slow", "pool/test", "--seed", "1"]) == 0
-    assert "training images" not in capsys.readouterr().err
-    assert main(["predict", "mine.py:+slow", "pool/train", "--seed", "1"]) == 0
-    assert "in pool, from which the training images of this model come" in capsys.readouterr().err
+    Path("old").rename("pool/Training")
+    for name in ("a", "b"):
+        (Path("pool") / "Testing" / name).mkdir(parents=True)
+        (Path("pool") / "Testing" / name / "1.png").write_bytes((images / "1.png").read_bytes())
+    for name, note in (("Testing", False), ("Training", True)):
+        assert main(["predict", "mine.py:+slow", f"pool/{name}", "--seed", "1"]) == 0
+        assert ("in pool, from which the training images of this model come" in capsys.readouterr().err) == note
 
 
 @pytest.mark.parametrize("terminal, copies, bar", [(True, 1, False), (True, 20, True), (False, 20, False)])

@@ -10,7 +10,7 @@ import pytest
 from smallvit import Dataset, Run, Weights, compare, fingerprint, fit, flops, html, markdown, rebuild
 from smallvit.data.images import HeldOut
 from smallvit.launch.plan import plan
-from smallvit.recipe import load_recipe, smoke_test_runs
+from smallvit.recipe import find_recipe, load_recipe, smoke_test_runs
 from smallvit.record import read_records
 from smallvit.reference_runs import standard_references
 from smallvit.trials import trials
@@ -46,6 +46,13 @@ def needs_data(path):
         pytest.skip(f"{DOWNLOADS[path.stem]} is not on this machine")
     if not MNIST and "mnist" in path.read_text():
         pytest.skip("SMALLVIT_DATA does not name a folder with MNIST/raw")
+
+
+def test_recipe_of_an_editor_that_writes_a_byte_order_mark_is_loaded(tmp_path):
+    path = tmp_path / "with_mark.py"
+    path.write_text(find_recipe("quickstart").read_text(), encoding="utf-8-sig")
+    module = load_recipe(path)
+    assert len(module.RUNS) == len(loaded(find_recipe("quickstart")).RUNS) and load_recipe(path) is module
 
 
 def test_recipes_are_found():

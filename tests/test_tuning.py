@@ -15,7 +15,7 @@ from toys import TINY_VIT
 
 from smallvit import MAE, ArmRun, Block, LocalityAttention, Run, ablate, carry_over, digits, fit, imagenet_vit_s, knn
 from smallvit.__main__ import main
-from smallvit.commands.tune import plan, table
+from smallvit.commands.tune import keep_trials, plan, table
 from smallvit.launch import launch
 from smallvit.launch import tune as loop
 from smallvit.launch.results import folder, tags
@@ -29,6 +29,7 @@ from smallvit.report import markdown
 from smallvit.report.provenance import warnings
 from smallvit.run import describe, fingerprint
 from smallvit.train.fit import new_record
+from smallvit.trials import read_trials, trials_file
 from smallvit.trials import trials as tried_settings
 from smallvit.tuning import (
     FIRST_SEED,
@@ -150,6 +151,12 @@ def test_trials_with_the_settings_of_an_earlier_one_have_no_scores(tmp_path, fak
         assert len(arm.trials) == 8 and sorted(scores) == sorted(settings["lr"] for settings in trained) == few
         assert arm.settings == {"lr": few[-1]} and len(scores[few[-1]]) == 4
         assert arm.cost["runs"] == sum(map(len, scores.values()))
+    keep_trials(tmp_path / "t.py", tuned, [])
+    kept = [trial["arm"] for trial in read_trials(trials_file(tmp_path / "t.py"))]
+    assert sorted(kept) == ["+LSA"] * 3 + ["scratch"]
+    planned = plan(trials(comparison(tune)), [], tune, 0)
+    assert f"scratch, 50 labels: 8 trials, {tuned[0].cost['runs']} runs" in planned
+    assert f"\n{sum(arm.cost['runs'] for arm in tuned)} runs with up to 4 seeds" in planned
     first = next(i for i, trial in enumerate(tuned[0].trials) if trial["scores"])
     tuned[0].trials[first]["scores"] = []
     write(tmp_path / "t.tuned.json", tune, tuned)

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -111,11 +112,16 @@ def able_arms(runs: Iterable[ArmRun]) -> list[str]:
 
 
 def quoted(recipe: str, arms: Iterable[str]) -> list[str]:
-    """Return RECIPE:ARM for each arm (variant) of a recipe, in double quotes where the shell needs them. `recipe` is the name
-    or path of the recipe.
+    """Return RECIPE:ARM for each arm (variant) of a recipe, in quotes where the shell needs them. `recipe` is the name or path
+    of the recipe.
     """
-    names = [f"{recipe}:{arm}" for arm in arms]
-    return [name if re.fullmatch(r"[\w@%+=:,./-]+", name) else f'"{name}"' for name in names]
+
+    def for_shell(name: str) -> str:
+        if re.fullmatch(r"[\w@%+=:,./-]+", name):
+            return name
+        return shlex.quote(name) if re.search(r'["$`\\!]', name) else f'"{name}"'
+
+    return [for_shell(f"{recipe}:{arm}") for arm in arms]
 
 
 def with_words(name: str, words: Sequence[str]) -> str:
@@ -171,7 +177,9 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
                 f"`smallvit run` stored them, such as --out {Path('path', 'to', 'runs')}"
             )
         seed = f", seed {options.seed}" if options.seed is not None else ""
-        command = command_text("run", recipe, out, f" --only 'arm={arm}'")
+        failed = any((record := recall(entry, out, path.stem)) and record.status == "failed" for entry in runs)
+        escaped = arm.replace("'", "'\"'\"'")
+        command = command_text("run", recipe, out, f" --only 'arm={escaped}'" + " --retry" * failed)
         advice = f"if it was trained elsewhere, name the folder with --out; otherwise train it with: {command}"
         of_arm = [record for record in stored_records(out, path.stem) if record.arm == arm]
         others = with_other_settings(of_arm, declared)

@@ -13,7 +13,7 @@ def main(options: argparse.Namespace) -> int:
     """
     for path in recipe_files():
         try:
-            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "it has no docstring with a question"
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8-sig"))) or "it has no docstring with a question"
         except (OSError, SyntaxError, ValueError) as error:
             doc = f"cannot be read: {error}"
         print(f"{path.stem:16} {doc.splitlines()[0]}")

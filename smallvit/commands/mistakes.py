@@ -65,7 +65,7 @@ def show_mistakes(
     title = f"Mistakes of {arm} at {condition.title}: {len(wrong):,} of {len(found):,} test images are wrong in at least one of"
     lines = [f"{title} {how_many(len(entries), 'run')}{each_tested_by(found, len(entries))}"]
     if wrong:
-        path = file_beside_report("mistakes", arm, out, recipe).with_suffix(".png")
+        path = file_beside_report("mistakes", arm, runs, out, recipe).with_suffix(".png")
         lines += [table(wrong[:SHOWN]), draw(wrong[:SHOWN], path)]
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from smallvit.data.files import looks_like_image
+from smallvit.data.files import find_parts, folders_in, looks_like_image
 from smallvit.deploy.predict import find_files, ignored_files, predict_files, table
 from smallvit.storage import write_atomic
 from smallvit.train.trained_model import ImageClassifier
@@ -62,16 +62,19 @@ def main(options: argparse.Namespace) -> int:
 
 def note_on_training_images(model: ImageClassifier, files: Sequence[str]) -> str:
     """Return a note that some image files lie in the folder from which the training images of a model come, or an empty text.
-    `model` is a trained model or an ensemble, and `files` are the images to predict. The images in a subfolder `test` are no
-    training images.
+    `model` is a trained model or an ensemble, and `files` are the images to predict. If the folder has a part with test images,
+    these are no training images.
     """
     records = [one.record for one in getattr(model, "models", [model])]
     path = (records[0].run.get("data") or {}).get("path")
-    if not isinstance(path, str) or not os.path.isdir(path):
+    try:
+        parts = find_parts(Path(path).expanduser()) if isinstance(path, str) else {}
+    except (OSError, ValueError):  # the folder is not here, or has changed
         return ""
-    place = Path(os.path.realpath(path))
-    place = place / "train" if (place / "train").is_dir() else place
-    inside = sum(Path(os.path.realpath(file)).is_relative_to(place) for file in files)
+    folders = [folder for part, top in parts.items() if part != "test" for folder in (top, *folders_in(top))]
+    ways = (os.path.abspath, os.path.realpath)  # folders and files may be links
+    places = {way(folder) for folder in folders for way in ways}
+    inside = sum(any(str(parent) in places for way in ways for parent in Path(way(file)).parents) for file in files)
     if not inside:
         return ""
     models = "this model" if len(records) == 1 else "these models"

@@ -1,14 +1,17 @@
 """The predictions of trained models for the test images of their runs, and smallvit report R --predictions ARM."""
 
+import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smallvit.ablation import ArmRun
 from smallvit.deploy.predict import Predictions, table
 from smallvit.launch.results import folder
+from smallvit.launch.scheduler import read_data
 from smallvit.record import Record
 from smallvit.storage import write_atomic
 from smallvit.verdicts.comparison import Comparison, Condition, condition_of
@@ -32,7 +35,7 @@ def write_predictions(
     """
     import torch
 
-    _, entries = tested_runs(arm, runs, records, comparison, out, recipe, command)
+    condition, entries = tested_runs(arm, runs, records, comparison, out, recipe, command)
     classes: Sequence[str] = ()
     found: dict[int, tuple[str, str, list[Tensor]]] = {}  # name, label and the probabilities that each model gives to an image
     for images, positions, probabilities in predictions_of(entries, out, recipe):
@@ -43,9 +46,12 @@ def write_predictions(
     names, labels, given = zip(*(found[image] for image in sorted(found)))
     means = torch.stack([torch.stack(each).mean(0) for each in given])
     text = table(Predictions([*names], means, {}), classes, {"label": labels, "models": [str(len(each)) for each in given]})
-    path = file_beside_report("predictions", arm, out, recipe).with_suffix(".csv")
+    path = file_beside_report("predictions", arm, runs, out, recipe).with_suffix(".csv")
     write_atomic(path, lambda new: new.write_bytes(text.encode("utf-8", "surrogateescape")))
-    return f"predictions of {arm} for {how_many(len(names), 'test image')}: {path}"
+    planned = sum(entry.cell == entries[0].cell for entry in runs)
+    left = f" ({planned - len(entries)} of the {planned} runs have not finished)" * (planned > len(entries))
+    images, models = how_many(len(names), "test image"), how_many(len(entries), "model")
+    return f"predictions of {arm} at {condition.title} for {images} by {models}{left}: {path}"
 
 
 def tested_runs(
@@ -69,15 +75,16 @@ def tested_runs(
     known = list(dict.fromkeys(entry.arm for entry in runs))
     if arm not in known:
         raise ValueError(f"the recipe {recipe} has no arm {arm!r}; expected one of {', '.join(map(repr, known))}")
-    pairs = [(entry, record) for entry, record in zip(runs, records) if entry.arm == arm and record.finished]
-    pairs = [pair for pair in pairs if folder(pair[0], out, recipe).exists()]
+    of_arm = [(entry, record) for entry, record in zip(runs, records) if entry.arm == arm]
+    pairs = [pair for pair in of_arm if pair[1].finished and folder(pair[0], out, recipe).exists()]
     if not pairs:
+        retry = " --retry" * any(record.status == "failed" for _, record in of_arm)
         raise ValueError(
             f"no finished run of {arm!r} is in {out}, and only trained models predict the test images; train them with: "
-            f"{command} --only {shlex.quote(f'arm={arm}')}"
+            f"{command} --only {shlex.quote(f'arm={arm}')}{retry}"
         )
     finished = {condition_of(record) for _, record in pairs}
-    condition = next(c for c in reversed((*comparison.conditions, *comparison.main)) if c in finished)
+    condition = max(finished.intersection(comparison.main) or finished, key=attrgetter("order"))
     shown = [(entry, record) for entry, record in pairs if condition_of(record) == condition]
     check_same_images(shown)
     for entry, _ in shown:
@@ -86,9 +93,18 @@ def tested_runs(
     return condition, [entry for entry, _ in shown]
 
 
-def file_beside_report(what: str, arm: str, out: Path, recipe: str) -> Path:
-    """Return the path of a file about an arm (variant), without suffix, beside the report of the recipe in the folder `out`."""
-    return out / recipe / f"{what}-{re.sub(r'[^A-Za-z0-9]+', '-', arm).strip('-') or 'arm'}"
+def file_beside_report(what: str, arm: str, runs: Sequence[ArmRun], out: Path, recipe: str) -> Path:
+    """Return the path of a file about an arm (variant), without suffix, beside the report of the recipe in the folder `out`.
+    In the name of the arm, other characters than letters and digits are replaced. If another arm among the `runs` would have
+    the same file, a hash of the name follows.
+    """
+
+    def short(name: str) -> str:
+        return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "arm"
+
+    shared = any(short(entry.arm) == short(arm) for entry in runs if entry.arm != arm)
+    name = short(arm) + f"-{hashlib.sha256(arm.encode()).hexdigest()[:8]}" * shared
+    return out / recipe / f"{what}-{name}"
 
 
 def predictions_of(entries: Sequence[ArmRun], out: Path, recipe: str) -> "Iterator[tuple[Images, list[int], Tensor]]":
@@ -100,10 +116,12 @@ def predictions_of(entries: Sequence[ArmRun], out: Path, recipe: str) -> "Iterat
     from smallvit.train import load
 
     for entry in entries:
-        data = entry.run.data().at_seed(entry.run.seed)
+        data = read_data(entry.run.data).at_seed(entry.run.seed)
         images = data.test.open()
         positions = range(len(images)) if data.fold is None else data.fold.positions.tolist()
-        yield images, [*positions], predictions(load(folder(entry, out, recipe)).model, images)
+        trained = load(folder(entry, out, recipe))
+        trained.check_classes()
+        yield images, [*positions], predictions(trained.model, images)
 
 
 def check_same_images(pairs: Sequence[tuple[ArmRun, Record]]):
@@ -111,7 +129,7 @@ def check_same_images(pairs: Sequence[tuple[ArmRun, Record]]):
     test images, and the models may have been trained on them. `pairs` are the runs and their results.
     """
     for entry, record in pairs:
-        if record.has_other_data(*entry.run.data().content):
+        if record.has_other_data(*read_data(entry.run.data).content):
             raise ValueError(
                 f"the images, labels or names of classes have changed since {entry.arm!r} was trained, so its test images may "
                 "be others now; restore the data, or train all runs again in another --out folder"
@@ -130,7 +148,7 @@ def image_names(runs: Sequence[ArmRun], records: Sequence[Record], arm: str) -> 
         return None
     try:
         data = entry.run.data()
-    except (OSError, ValueError):
+    except Exception:  # of the user's own code
         return None
     if any(record.data_sha256 != data.sha256 for record in records if record.arm == arm and record.finished):
         return None

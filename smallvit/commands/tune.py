@@ -100,8 +100,8 @@ def main(options: argparse.Namespace) -> int:
 
 def keep_trials(recipe: Path, before: Sequence[TunedArm], now: Sequence[TunedArm]):
     """Add trials that new ones have replaced to the list of all tried settings, so that they still count. `recipe` is the
-    recipe file, and `before` and `now` are the earlier and the present results. Trials without a score, because their loss was
-    infinite, are left out.
+    recipe file, and `before` and `now` are the earlier and the present results. Trials without a score are left out: their loss
+    was infinite, or they have the settings of an earlier trial.
     """
 
     def keyed(arms: Sequence[TunedArm]) -> dict[str, tuple[TunedArm, list]]:
@@ -109,6 +109,7 @@ def keep_trials(recipe: Path, before: Sequence[TunedArm], now: Sequence[TunedArm
             json.dumps([arm.fingerprint, arm.labels, trial["settings"]], sort_keys=True): (arm, trial["scores"])
             for arm in arms
             for trial in arm.trials
+            if trial["scores"]
         }
 
     present = keyed(now)
@@ -171,10 +172,11 @@ def plan(todo: Sequence[Candidates], left_out: Sequence[TunedArm], tune: Tune, k
     """
     lines = [f"{arm.arm}, {format_labels(arm.labels)}: {arm.note}" for arm in left_out]
     for arm in todo:
-        lines.append(f"{arm.place}: {tune.trials} trials, {how_many(run_count(tune), 'run')} of {arm.runs[0].steps} steps")
+        runs = run_count(tune, arm.different)
+        lines.append(f"{arm.place}: {tune.trials} trials, {how_many(runs, 'run')} of {arm.runs[0].steps} steps")
         lines += [f"    {format_settings(settings)}" for settings in arm.settings]
-    runs = run_count(tune) * len(todo)
-    text = f"{how_many(runs, 'run')} with up to {how_many(tune.seeds, 'seed')}, scored on {tune.val:,} validation images"
+    total = sum(run_count(tune, arm.different) for arm in todo)
+    text = f"{how_many(total, 'run')} with up to {how_many(tune.seeds, 'seed')}, scored on {tune.val:,} validation images"
     return "\n".join([*lines, text + f"; {how_many(known, 'arm is', 'arms are')} tuned already" * bool(known)])
 
 

@@ -69,7 +69,7 @@ def find_images(top: Path, unlabelled: Path | None = None) -> Found:
     unlabelled = unlabelled and unlabelled.resolve()
     other, parts, classes = Counter(), {}, {}
     for part, folder in folders.items():
-        names = [entry.name for entry in _folders_in(folder) if entry.resolve() != unlabelled]
+        names = [entry.name for entry in folders_in(folder) if entry.resolve() != unlabelled]
         classes[part] = sorted(names, key=composed)  # the same order in all parts, however accents are stored
         if not classes[part]:
             raise ValueError(f"{top}: {EXPECTED} (there is no folder in {folder})")
@@ -91,7 +91,7 @@ def find_images(top: Path, unlabelled: Path | None = None) -> Found:
     if "pool" in parts:
         _check_subfolders(top, parts["pool"])
     else:
-        further = [folder for folder in _folders_in(top) if folder not in folders.values() and folder.resolve() != unlabelled]
+        further = [folder for folder in folders_in(top) if folder not in folders.values() and folder.resolve() != unlabelled]
         outside += [file for folder in further for file in _walk(folder, Counter(), unlabelled)]
     _warn_of_other_files(top, other, [file.relative_to(top).as_posix() for file in outside])
     return Found(top, tuple(first), parts)
@@ -112,10 +112,10 @@ def find_parts(top: Path, unlabelled: Path | None = None) -> dict[str, Path]:
         raise ValueError(f"{top}: {EXPECTED} (there is no such folder)")
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
     mixed: set[Path] = set()  # folders with images both in them and in subfolders
-    for folder in _folders_in(top):
+    for folder in folders_in(top):
         part = next((part for part, names in PARTS.items() if folder.name.lower() in names), None)
         has_own = any(map(is_image, _files_in(folder)))
-        if part is None or (has_own and not any(map(_has_images, _folders_in(folder)))):
+        if part is None or (has_own and not any(map(_has_images, folders_in(folder)))):
             continue
         mixed |= {folder} if has_own else set()
         is_unlabelled = unlabelled is not None and folder.resolve() == unlabelled.resolve()
@@ -228,7 +228,7 @@ def _files_in(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir() if entry.is_file() and not _is_hidden(entry.name)]
 
 
-def _folders_in(folder: Path) -> list[Path]:
+def folders_in(folder: Path) -> list[Path]:
     """Return the visible folders in a folder, sorted by name."""
     return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
 

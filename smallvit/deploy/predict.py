@@ -113,6 +113,7 @@ def find_files(names: Iterable[str]) -> list[str]:
     """
     found: dict[str, str] = {}
     for name in names:
+        name = name if os.path.exists(name) else os.path.expanduser(name)
         path = Path(name)
         if path.is_dir():
             files = [str(file) for file in visible_files(path) if is_image(file.name)]

@@ -99,7 +99,7 @@ def launch(
         show=show,
     )
     path = None if source is None else Path(source).resolve()
-    recipe_text = "" if path is None else imported_text(path) or path.read_text(encoding="utf-8")
+    recipe_text = "" if path is None else imported_text(path) or path.read_text(encoding="utf-8-sig")
     note_own_files(recipe_text, recipe)
     reads = None if validation_only else Path(out, recipe, READS)
     if not schedule.queue:

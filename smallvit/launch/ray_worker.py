@@ -223,7 +223,7 @@ def local_recipe(source: Path, text: str) -> Path:
     source code. If the file is not here, it is written to the folder `RECEIVED`.
     """
     with suppress(OSError):
-        if source.read_text(encoding="utf-8") == text:
+        if source.read_text(encoding="utf-8-sig") == text:
             return source
     copy = RECEIVED / source.name
     copy.write_text(text, encoding="utf-8")

@@ -72,6 +72,11 @@ class Candidates:
         """The name of the arm and its number of labels, as text."""
         return f"{self.entry.arm}, {format_labels(self.entry.labels)}"
 
+    @property
+    def different(self) -> int:
+        """The number of trials with different settings. A range with few values has fewer of them than trials."""
+        return len({repr(values) for values in self.settings})
+
     def best(self, count: int) -> list[int]:
         """Return the positions of the `count` best trials (settings to try) of this arm, best first. The best trial has the
         largest mean validation accuracy; of equal trials the earlier one comes first. Trials that were stopped at fewer seeds
@@ -94,12 +99,14 @@ def stages(trials: int, seeds: int) -> list[tuple[int, int]]:
     return found
 
 
-def run_count(tune: Tune) -> int:
+def run_count(tune: Tune, different: int | None = None) -> int:
     """Return the number of runs that are trained to tune one arm (variant) at one number of labels. `tune` is the `Tune` object
-    of the recipe: ranges, number of trials and seeds. Only the better trials are trained with all seeds.
+    of the recipe: ranges, number of trials and seeds. Only the better trials are trained with all seeds. `different` is the
+    number of trials with different settings; None: all of them. Trials with the settings of an earlier one are not trained.
     """
-    steps = stages(tune.trials, tune.seeds)
-    return sum(left * (used - earlier) for (left, used), earlier in zip(steps, [0, *(used for _, used in steps)]))
+    most, steps = different or tune.trials, stages(tune.trials, tune.seeds)
+    earlier = [0, *(used for _, used in steps)]
+    return sum(min(left, most) * (used - before) for (left, used), before in zip(steps, earlier))
 
 
 def candidates(runs: Sequence[ArmRun], selected: Iterable[tuple[str, int | None]]) -> tuple[list[Candidates], list[TunedArm]]:
