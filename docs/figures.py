@@ -332,22 +332,22 @@ def token_maps(arm: str, style: Style) -> Figure:
 
 def draw_token_merging(style: Style) -> Figure:
     """ToMe on trained models: see `token_maps`."""
-    return token_maps("patch 4, ToMe tuned", style)
+    return token_maps("49 tokens, ToMe, as long again", style)
 
 
 def draw_token_pruning(style: Style) -> Figure:
     """EViT on trained models: see `token_maps`."""
-    return token_maps("patch 4, EViT tuned", style)
+    return token_maps("49 tokens, EViT, as long again", style)
 
 
 def draw_learned_pruning(style: Style) -> Figure:
     """DynamicViT on trained models: see `token_maps`."""
-    return token_maps("patch 4, DynamicViT", style)
+    return token_maps("49 tokens, DynamicViT, as long again", style)
 
 
 def draw_learned_thresholds(style: Style) -> Figure:
     """LTMP on trained models: see `token_maps`."""
-    return token_maps("patch 4, LTMP", style)
+    return token_maps("49 tokens, LTMP, as long again", style)
 
 
 def draw_dino(style: Style) -> Figure:
