@@ -321,15 +321,19 @@ def interrupted(out: Path, runs: list[ArmRun]):
         os._exit(130)
 
 
+@pytest.fixture
+def obeys_ctrl_c():
+    """Let this process and those that it starts obey SIGINT. It is ignored if the tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of Unix")
-def test_ctrl_c_while_a_process_is_started_is_not_lost():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests were started in the background
-    try:
-        with pytest.raises(KeyboardInterrupt), delay_sigint():
-            blocked = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=True).stdout
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_ctrl_c_while_a_process_is_started_is_not_lost(obeys_ctrl_c):
+    with pytest.raises(KeyboardInterrupt), delay_sigint():
+        blocked = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=True).stdout
+        signal.raise_signal(signal.SIGINT)
     assert blocked.strip() == "True"
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
@@ -338,7 +342,7 @@ BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.S
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_the_workers_start_leaves_no_process_behind(tmp_path):
+def test_ctrl_c_while_the_workers_start_leaves_no_process_behind(tmp_path, obeys_ctrl_c):
     command = [sys.executable, "-m", "smallvit", "run", "quickstart", "--smoke", "--out", str(tmp_path / "runs")]
     with open(tmp_path / "shown", "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
