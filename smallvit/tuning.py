@@ -222,12 +222,12 @@ def damage(arm: TunedArm) -> str:
             return f"{name} is {getattr(arm, name)!r:.60}"
     if any(not isinstance(arm.cost.get(name), int | float) for name in ("labels", "images_seen", "runs", "seconds")):
         return f"cost is {arm.cost!r:.120}"
-    scored = []
+    earlier = []  # settings
     for trial in arm.trials:
         settings, scores = (trial.get("settings"), trial.get("scores")) if isinstance(trial, dict) else (None, None)
-        if not isinstance(settings, dict) or not isinstance(scores, list) or not (scores or settings in scored):
+        if not isinstance(settings, dict) or not isinstance(scores, list) or not (scores or settings in earlier):
             return f"a trial is {trial!r:.60}"
-        scored.append(settings)
+        earlier.append(settings)
         if any(not (s is None or (isinstance(s, int | float) and 0 <= s <= 1)) for s in scores):
             return f"the scores of a trial are {scores!r:.60}"
     if wrong := shape_problem(arm.tuning(), SHAPES["tuning"], "tuning"):

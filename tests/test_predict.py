@@ -18,7 +18,7 @@ from toys import TINY_VIT, write_recipe
 from smallvit import MAE, Ensemble, Run, SmallCNN, arrays, digits, export, fit, load, load_all, load_recipe
 from smallvit.__main__ import main
 from smallvit.commands import finished
-from smallvit.deploy.predict import find_files, predict_files
+from smallvit.deploy.predict import find_files, ignored_files, predict_files
 from smallvit.launch.results import folder, tags
 from smallvit.record import WEIGHTS
 
@@ -130,6 +130,8 @@ def test_files_folders_and_patterns_give_each_image_once(images):
 def test_home_folder_in_a_quoted_pattern_is_found(images, monkeypatch):
     monkeypatch.setenv("HOME", str(images.parent))
     assert len(find_files(["~/images/*.png"])) == 7 and len(find_files(["~/images"])) == 10
+    (images / "notes.txt").touch()
+    assert ignored_files(["~/images"]) == {".txt": 1}
 
 
 def test_other_spellings_of_a_path_mean_the_same_file(images, monkeypatch):

@@ -168,7 +168,8 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
             f"{path.name} has no run of {arm} with seed {options.seed}; it has {seed_filter(seeds)}{one_of}; choose one of "
             "these with --seed, or add seeds to the recipe"
         )
-    finished = [entry for entry in runs if (record := recall(entry, out, path.stem)) and record.finished]
+    recalled = [(entry, recall(entry, out, path.stem)) for entry in runs]
+    finished = [entry for entry, record in recalled if record and record.finished]
     if not finished:
         place = (out / path.stem).absolute()
         if not place.is_dir():
@@ -177,7 +178,7 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
                 f"`smallvit run` stored them, such as --out {Path('path', 'to', 'runs')}"
             )
         seed = f", seed {options.seed}" if options.seed is not None else ""
-        failed = any((record := recall(entry, out, path.stem)) and record.status == "failed" for entry in runs)
+        failed = any(record and record.status == "failed" for _, record in recalled)
         escaped = arm.replace("'", "'\"'\"'")
         command = command_text("run", recipe, out, f" --only 'arm={escaped}'" + " --retry" * failed)
         advice = f"if it was trained elsewhere, name the folder with --out; otherwise train it with: {command}"

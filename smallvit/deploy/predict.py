@@ -112,8 +112,7 @@ def find_files(names: Iterable[str]) -> list[str]:
     Raises ValueError if a text stands for no image.
     """
     found: dict[str, str] = {}
-    for name in names:
-        name = name if os.path.exists(name) else os.path.expanduser(name)
+    for name in map(expanded, names):
         path = Path(name)
         if path.is_dir():
             files = [str(file) for file in visible_files(path) if is_image(file.name)]
@@ -127,11 +126,18 @@ def find_files(names: Iterable[str]) -> list[str]:
     return list(found.values())
 
 
+def expanded(name: str) -> str:
+    """Return a path or pattern with the home folder in place of `~`, which the shell keeps in quotes. A file that really has
+    such a name stays.
+    """
+    return name if os.path.exists(name) else os.path.expanduser(name)
+
+
 def ignored_files(names: Iterable[str]) -> Counter[str]:
     """Return how many files `find_files` leaves out of the folders among the texts `names`, because they do not have the suffix
     of an image, for each suffix.
     """
-    folders = [Path(name) for name in names if Path(name).is_dir()]
+    folders = [path for name in names if (path := Path(expanded(name))).is_dir()]
     files = {os.path.abspath(file): file for folder in folders for file in visible_files(folder) if not is_image(file.name)}
     return Counter(file.suffix.lower() for file in files.values())
 
