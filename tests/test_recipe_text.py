@@ -1,9 +1,9 @@
 """The docstring of every recipe: its sections are present, and the numbers under "Found" agree with the committed records.
 
 Conventions for "Found": `95.82%` is an accuracy (the mean of an arm or of one of its probes, or its lowest or highest seed),
-`SD 0.42` a standard deviation, `[0.29, 1.71]` a 95% interval (of a difference or an accuracy) for new seeds and new test images, `[0.29, 1.71] on these test images`
-one for new seeds alone, and any other decimal number a difference to the baseline in points. `better by 1.00` and `worse by 1.00`
-are verdicts. A number right before an interval is the difference that the interval is for: `-0.63 [-0.85, -0.41]` or, if a loss is
+`SD 0.42` a standard deviation, `[0.29, 1.71]` a 95% interval (of a difference or an accuracy) for new seeds and new test images,
+`[0.29, 1.71] on these test images` one for new seeds alone, `1.5 times` a speed-up of predictions, and any other decimal number a
+difference to the baseline in points. `better by 1.00` and `worse by 1.00` are verdicts. A number right before an interval is the difference that the interval is for: `-0.63 [-0.85, -0.41]` or, if a loss is
 written without a sign, `worse by 0.63 points [0.41, 0.85]`.
 """
 
@@ -26,7 +26,7 @@ LABELS = ("Paper", "Setup", "Expected", "Found", "Limits")
 INTERVAL = re.compile(r"(\[-?[\d.]+, -?[\d.]+\])( on these test images)?")
 PAIR = re.compile(r"(-?\d+\.\d+)(?: points)?(?: less)? (\[-?[\d.]+, -?[\d.]+\])(?! on these test images)")
 VERDICT = re.compile(r"(better|worse) by (\d+\.\d+)")
-NUMBER = re.compile(r"(SD )?-?(\d+\.\d+)(%)?")
+NUMBER = re.compile(r"(SD )?-?(\d+\.\d+)(%| times)?")
 NAMES = re.compile("learned from 0.02")  # names of arms that contain a decimal number
 
 
@@ -72,6 +72,7 @@ def results():
                 "interval": percent([*((d.low, d.high) for d in differences), *(row.new_images for row in rows if row.new_images)]),
                 "interval on these test images": percent((d.seeds_low, d.seeds_high) for d in differences),
                 "with its interval": [(100 * d.mean, 100 * d.low, 100 * d.high) for d in differences if d.low is not None],
+                "speed-up": [row.forward["speedup"] for row in rows if row.forward["speedup"] is not None],
                 "difference": [abs(100 * d.mean) for d in differences],
                 "better": [100 * row.difference.mean for row in rows if row.difference and row.verdict == "better"],
                 "worse": [-100 * row.difference.mean for row in rows if row.difference and row.verdict == "worse"],
@@ -102,8 +103,8 @@ def wrong_numbers(text: str, results: dict[str, list]) -> list[str]:
         if not any(equal(low, [value[0]]) and equal(high, [value[1]]) for value in results[f"interval{here}"]):
             wrong.append(interval + here)
     wrong += [f"{verdict} by {number}" for verdict, number in VERDICT.findall(text) if not equal(number, results[verdict])]
-    for sd, number, percent in NUMBER.findall(INTERVAL.sub("", text)):
-        kind = "SD" if sd else "accuracy" if percent else "difference"
+    for sd, number, unit in NUMBER.findall(INTERVAL.sub("", text)):
+        kind = "SD" if sd else {"%": "accuracy", " times": "speed-up", "": "difference"}[unit]
         if not equal(number, results[kind]):
             wrong.append(f"{kind} {number}")
     return wrong
@@ -163,10 +164,12 @@ def test_labels_of_a_docstring_are_found():
 def test_interval_or_verdict_of_another_kind_is_wrong():
     results = {
         "interval": [(-0.13, 1.29)], "interval on these test images": [(0.39, 0.77)], "difference": [0.58, 2.85],
-        "better": [2.85], "worse": [], "with its interval": [(0.58, -0.13, 1.29), (-2.13, -3.4, -0.86)],
+        "better": [2.85], "worse": [], "speed-up": [1.49], "with its interval": [(0.58, -0.13, 1.29), (-2.13, -3.4, -0.86)],
     }  # fmt: skip
     right = "0.58 points [-0.13, 1.29], or [0.39, 0.77] on these test images; better by 2.85."
     assert not wrong_numbers(right, results)
+    assert not wrong_numbers("1.5 times as fast", results)
+    assert wrong_numbers("1.4 times as fast, by 1.5 points", results) == ["speed-up 1.4", "difference 1.5"]
     assert wrong_numbers("0.58 points [0.39, 0.77]", results) == ["0.58 [0.39, 0.77]"]
     assert wrong_numbers("[0.39, 0.77]", results) == ["[0.39, 0.77]"]
     assert not wrong_numbers("worse by 2.13 [0.86, 3.40], or -2.13 points [-3.40, -0.86]", results | {"worse": [2.13], "difference": [2.13]})
