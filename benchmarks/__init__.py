@@ -9,6 +9,8 @@ verdict.py    a whole recipe from the command to the report, and its runs in a t
 table.py      the table of the documentation: `python -m benchmarks.table FILE.json docs/explanation/speed.md`
 __main__.py   the command line
 
-All libraries run in one process on one torch thread and take turns, to share changes in the speed of the machine. The first
-repetition is not counted; the median of the others is the result. Benchmarks need a clone and are not part of the package.
+All libraries run in one process on one torch thread and take turns, to share changes in the speed of the machine. In each turn
+a library repeats its task for 20 ms, at least once, and is then timed: a training repeats one step, too, and finds no data of
+other libraries in the caches of the processor. The result is the median over the turns. Benchmarks need a clone, and are not
+part of the package.
 """

@@ -23,7 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
     import torch
 
     from benchmarks.table import markdown
-    from benchmarks.tasks import BENCHMARKS, compare
+    from benchmarks.tasks import BENCHMARKS, WARM_UP, compare
     from smallvit.numerics import parse_numerics
     from smallvit.storage import write_text
 
@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     benchmarks = BENCHMARKS | {name: partial(BENCHMARKS[name], steps=args.steps) for name in ("recipe", "gpu", "verdict")}
     given = parse_numerics(args.numerics)
     benchmarks |= {name: partial(BENCHMARKS[name], given=given) for name in ("train", "inference", "dino")}
-    record = {"machine": describe_machine(), "repeats": args.repeats, "lines": []}
+    record = {"machine": describe_machine(), "repeats": args.repeats, "warm_up": WARM_UP, "lines": []}
     if args.update and args.out.exists():
         earlier = json.loads(args.out.read_text())
         if reason := difference(earlier, record):
@@ -52,13 +52,15 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def difference(earlier: dict, record: dict) -> str | None:
-    """Return what makes the numbers of two records differ, as text, or None: the machine, the versions or the repetitions. The
-    code of smallvit may differ.
+    """Return what makes the numbers of two records differ, as text, or None: the machine, the versions, the repetitions, or how
+    long a call is warmed up. The code of smallvit may differ.
     """
     for name, value in record["machine"].items():
         if name != "code" and earlier["machine"][name] != value:
             return f"another value of {name}"
-    return None if earlier["repeats"] == record["repeats"] else "another number of repetitions"
+    if earlier["repeats"] != record["repeats"]:
+        return "another number of repetitions"
+    return None if earlier.get("warm_up") == record["warm_up"] else "another warm-up"
 
 
 def replaced(lines: list[dict], new: list[dict]) -> list[dict]:
@@ -72,7 +74,7 @@ def argument_parser(names: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of the command line; `names` are the benchmarks for the help text."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time smallvit and other libraries.")
     parser.add_argument("names", nargs="*", help=f"benchmarks to run: {', '.join(names)} (default: all)")
-    parser.add_argument("--repeats", type=int, default=9, help="counted repetitions, after one that is not (default 9)")
+    parser.add_argument("--repeats", type=int, default=9, help="counted repetitions (default 9)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; whole recipes use all cores (default 1)")
     parser.add_argument("--steps", type=int, nargs="+", default=[20, 60], help="steps of a recipe's runs (default 20 60)")
     parser.add_argument("--numerics", nargs="+", default=[], help="options of smallvit that are fixed, such as kernel=native")

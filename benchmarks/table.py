@@ -75,12 +75,13 @@ def extrapolate(lines: list[dict], length: int = LENGTH) -> list[dict]:
 def describe_method(record: dict) -> str:
     """Return a paragraph: the machine, the versions, and how the numbers were measured."""
     machine, plural = record["machine"], "s" if record["machine"]["threads"] > 1 else ""
+    warm_up = f", and repeat their task for {1e3 * record['warm_up']:g} ms before it is timed" if record.get("warm_up") else ""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     sentences = [
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} torch thread{plural}; {versions}.",
         "The best flags include bf16." if machine["bf16"] else "The CPU has no native bf16; the best flags do not include it.",
         f"Numbers are medians of {record['repeats']} repetitions (1 for whole recipes, at most 3 for memory).",
-        "All libraries take turns in one process; memory is measured in a new process each time.",
+        f"All libraries take turns in one process{warm_up}; memory is measured in a new process each time.",
         "2.0x: the peer needs twice the time or memory of smallvit.",
     ]
     if any(line.get("macs") for line in record["lines"]):

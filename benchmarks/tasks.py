@@ -28,6 +28,7 @@ from smallvit.numerics import DEFAULT, Numerics
 
 Call = Callable[[], object]
 
+WARM_UP = 0.02  # seconds in which a call is repeated before it is timed
 FLAGS = {"default settings": False, "best flags": True}  # name -> argument `best` of the functions in peers.py
 
 TINY = Shape(64, 4, 4, batch=32, patch=7, mlp_ratio=2.0)  # 17 tokens, a typical run of a recipe; the others have 50
@@ -60,7 +61,7 @@ class Task(NamedTuple):
     ours: Call
     theirs: dict[str, dict[str, Call]]
     unit: str = "ms"
-    measure: Callable[[Sequence[Call], int], list[float]] = milliseconds
+    measure: Callable[[Sequence[Call], int], list[float]] = partial(milliseconds, warm_up=WARM_UP)
     steps: int | None = None
     numerics: str | None = None
     macs: float | None = None

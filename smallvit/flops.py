@@ -275,21 +275,29 @@ def matrix_weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
 
-def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9) -> list[float]:
-    """Return a list with the median time of each function in `calls`, in milliseconds. Each function is called `repeats` times.
+def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = 9, warm_up: float = 0.0) -> list[float]:
+    """Return a list with the median time of each function in `calls`, in milliseconds. `repeats` is the number of measurements.
 
-    The functions take turns, so that disturbances of the machine affect all of them alike. A first call of each is not
-    measured.
+    The functions take turns, so that disturbances of the machine affect all of them alike. In each turn a function is called
+    until `warm_up` seconds have passed, at least once, and then once more; the last call is measured. So its data is in the
+    caches of the processor, as in a loop that calls this function only. A function alone is warmed up once.
     """
+
+    def timed(call: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        call()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return 1e3 * (time.perf_counter() - started)
+
     times: list[list[float]] = [[] for _ in calls]
-    for repeat in range(repeats + 1):
+    for turn in range(repeats):
         for call, measured in zip(calls, times):
-            started = time.perf_counter()
-            call()
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
-            if repeat:  # the first one warms up
-                measured.append(1e3 * (time.perf_counter() - started))
+            if not turn or len(calls) > 1:
+                warmed = timed(call)
+                while warmed < 1e3 * warm_up:
+                    warmed += timed(call)
+            measured.append(timed(call))
     return [median(measured) for measured in times]
 
 

@@ -289,6 +289,8 @@ def test_table_shows_the_record():
     assert "A processor, 2 cores, 1 torch thread; torch 2.15. The CPU has no native bf16" in method
     assert "medians of 9 repetitions" in method and "There is no GPU" in method
     assert "GPU: Some card" in table.markdown(make_record(lines, gpu="Some card"))
+    assert "repeat their task" not in method
+    assert "repeat their task for 20 ms before it is timed" in table.markdown(make_record(lines) | {"warm_up": 0.02})
 
 
 def test_extrapolation_needs_two_lengths_and_ends_below_the_measured_ones():
@@ -347,6 +349,10 @@ def test_update_replaces_the_lines_of_a_task_and_keeps_the_others(tmp_path, monk
     with pytest.raises(SystemExit):
         main(["train", "--repeats", "3", "--update", "--out", str(tmp_path / "record.json")])
     assert "another number of repetitions" in capsys.readouterr().err
+    monkeypatch.setattr(tasks, "WARM_UP", 2 * tasks.WARM_UP)
+    with pytest.raises(SystemExit):
+        main(["train", "--repeats", "2", "--update", "--out", str(tmp_path / "record.json")])
+    assert "another warm-up" in capsys.readouterr().err
 
 
 def test_without_bf16_no_side_uses_it(monkeypatch):

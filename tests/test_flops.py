@@ -3,6 +3,7 @@
 import copy
 import inspect
 from functools import partial
+from itertools import groupby
 
 import pytest
 import timm
@@ -376,10 +377,16 @@ def test_unreduced_returns_a_copy_without_reduction():
 # Measured time: never compared with a limit
 
 
-def test_timed_calls_alternate_and_times_are_positive():
+def test_timed_calls_take_turns_of_two_and_times_are_positive():
     turns = []
     times = milliseconds([partial(turns.append, name) for name in "ab"], repeats=3)
-    assert turns == ["a", "b"] * 4 and len(times) == 2 and min(times) > 0
+    assert turns == ["a", "a", "b", "b"] * 3 and len(times) == 2 and min(times) > 0
+    turns.clear()
+    assert len(milliseconds([partial(turns.append, "a")], repeats=3)) == 1 and turns == ["a"] * 4
+    turns.clear()
+    milliseconds([partial(turns.append, name) for name in "ab"], repeats=2, warm_up=1e-3)
+    groups = [(name, len([*group])) for name, group in groupby(turns)]
+    assert [name for name, _ in groups] == ["a", "b", "a", "b"] and min(number for _, number in groups) > 2
     ms, ratio = speedup(small(reduction=partial(Merge, r=5)).eval(), torch.randn(2, 1, 28, 28), repeats=1)
     assert ms > 0 and ratio > 0
 

@@ -286,7 +286,7 @@ def _draw_ink(images: Tensor, uniform: Tensor) -> Tensor:
     """
     h, w = images.shape[2:]
     exact = torch.float32 if images.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
-    ink = images.mean(1).flatten(1).to(exact).cumsum_(1)
+    ink = (images.mean(1) if images.shape[1] > 1 else images[:, 0]).flatten(1).to(exact, copy=True).cumsum_(1)
     target = uniform.view(-1, len(images)).T * ink[:, -1:]
     index = torch.searchsorted(ink, target.contiguous(), right=True).clamp_(max=h * w - 1)
     return _pixel_centers(h, w, images.device).index_select(1, index.T.flatten())

@@ -67,7 +67,7 @@ def normalize(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
         means, stds = _moments(tuple(mean), tuple(std), pixels.device, pixels.dtype)
     else:
         means, stds = pixels.new_tensor([mean, std])[..., None, None]
-    return (pixels - means) / stds
+    return (pixels - means).div_(stds)  # in place: no fresh memory, which takes longer than the division
 
 
 @functools.lru_cache(maxsize=64)
@@ -182,7 +182,7 @@ class Images:
         stored = self.images[index]
         images = stored.to(device)
         if not images.is_floating_point():
-            return images.float() / 255
+            return images.float().div_(255)
         return images.clone() if images is stored and isinstance(index, slice) else images
 
     def targets(self, index: Index = slice(None), device: Device = None) -> Tensor:

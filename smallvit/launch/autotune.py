@@ -199,7 +199,7 @@ def race(
             excluded[variant] = f"more than {TOO_SLOW:g} times as slow as another one"
         else:
             trainings[variant] = created
-    limit = TIME_LIMIT / max(sum(single[variant] for variant in trainings), 1e-9)
+    limit = TIME_LIMIT / max(2 * sum(single[variant] for variant in trainings), 1e-9)  # two steps for each that is timed
     repeats = int(max(FEWEST_STEPS, min(STEPS, limit)))
     pairs = [(training.train_step, training) for created in trainings.values() for training in created]
     medians = iter(step_seconds(pairs, repeats))
@@ -223,7 +223,8 @@ def step_seconds(pairs: Sequence[tuple[Callable[[], None], "Training"]], repeats
     """Measure the time of one training step for several training runs. Return a list of the median times in seconds. `pairs`
     are pairs (function that takes one step, `Training` object), and `repeats` is the number of measured steps.
 
-    The pairs take turns, and their first step is not measured. For a stack, the `Training` is one of its members.
+    The pairs take turns of two steps, of which the second is measured; a pair alone has one step before all measurements. For a
+    stack, the `Training` is one of its members.
     """
     from smallvit.flops import milliseconds
 
@@ -246,7 +247,7 @@ def begun(run: Run, numerics: Numerics, device: str, measured: int = STEPS) -> "
 
     init = None if isinstance(run.init, Weights) else run.init  # without a folder, weights of another run are not loaded
     unlabelled = run.unlabelled and not run.pseudo_labels
-    steps = max(run.steps, 2 * measured) if run.steps else 0
+    steps = max(run.steps, 3 * measured) if run.steps else 0
     run = replace(run, init=init, pseudo_labels=None, unlabelled=unlabelled, steps=steps)
     training = Training(run, *load_data(run), device, numerics=numerics)
     training.objective.train()
