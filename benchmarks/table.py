@@ -1,7 +1,7 @@
 """Make the speed table of the documentation: `python -m benchmarks.table FILE.json [docs/explanation/speed.md]`.
 
-Without a page the table is printed. With one it replaces the text between `<!-- speed -->` and `<!-- end -->`. The record
-holds measured numbers, and those that a task says it has scaled; ratios and other extrapolated times are computed here.
+Without a page the table is printed. With one it replaces the text between `<!-- speed FILE.json -->` and `<!-- end -->`. The
+record holds measured numbers, and those that a task says it has scaled; ratios and other extrapolated times are computed here.
 """
 
 import json
@@ -92,11 +92,13 @@ def describe_method(record: dict) -> str:
     return " ".join(sentences)
 
 
-def insert_table(page: str, table: str) -> str:
-    """Return the text of a page with this table between its two markers. Raises ValueError if it has no markers."""
-    place = re.compile(r"(<!-- speed -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
+def insert_table(page: str, table: str, name: str) -> str:
+    """Return the text of a page with the table of the record with this file name between its two markers. Raises ValueError if
+    the page has no such markers.
+    """
+    place = re.compile(rf"(<!-- speed {re.escape(name)} -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
     if not place.search(page):
-        raise ValueError("the page has no <!-- speed --> ... <!-- end -->; put these two lines where the table belongs")
+        raise ValueError(f"the page has no <!-- speed {name} --> ... <!-- end -->; put these two lines where the table belongs")
     return place.sub(lambda match: match[1] + table + "\n" + match[2], page)
 
 
@@ -104,6 +106,6 @@ if __name__ == "__main__":
     table = markdown(json.loads(Path(sys.argv[1]).read_text()))
     if len(sys.argv) > 2:
         path = Path(sys.argv[2])
-        path.write_text(insert_table(path.read_text(), table))
+        path.write_text(insert_table(path.read_text(), table, Path(sys.argv[1]).name))
     else:
         print(table)

@@ -160,11 +160,11 @@ def import_recipe(path: Path, text: str | None = None) -> Any:
     module.__file__ = str(path)
     try:
         text = path.read_text(encoding="utf-8-sig") if text is None else text
+        if (other := sys.modules.get(name)) and hasattr(other, "TEXT") and not hasattr(other, "DECLARED"):  # it is being loaded
+            if other.__file__ != str(path):
+                raise ValueError(f"the recipe {other.__file__} loads another recipe of this name, {path}; rename one of them")
+            raise ValueError(f"the recipe {path.name} loads itself; rename this file, or give the path of the other recipe")
         if imported_text(path) == text:
-            if not hasattr(sys.modules[name], "DECLARED"):
-                raise ValueError(
-                    f"the recipe {path.name} loads itself; rename this file, or give the path of the other recipe"
-                )
             return sys.modules[name]
         sys.modules[name] = module
         check_repeated_keys(text)

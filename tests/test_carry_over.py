@@ -55,6 +55,12 @@ def test_one_number_of_labels_and_a_recipe_that_loads_itself_are_refused(recipe,
     monkeypatch.chdir(own.parent)
     with pytest.raises(ValueError, match=r"own\.py loads itself; rename this file, or give the path of the other recipe"):
         load_recipe(own)
+    other = recipe.parent / "more" / "first.py"
+    other.parent.mkdir()
+    other.write_text(f"from smallvit import carry_over, digits\nRUNS = carry_over({str(recipe)!r}, digits)\n")
+    with pytest.raises(ValueError, match=r"more/first\.py loads another recipe of this name, .*first\.py; rename one of them"):
+        load_recipe(other)
+    assert load_recipe(recipe).RUNS
 
 
 def test_tuned_settings_are_used_and_belong_to_no_tuning_of_the_new_comparison(recipe):
