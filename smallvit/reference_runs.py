@@ -102,8 +102,9 @@ def imagenet_vit_s(
     Pass the result to `ablate` as `extra_references`. The images keep their resolution; the patch kernel and the positions
     are resized. Enlarged images have the size of pretraining (224 pixels, 196 patches). Fine-tuning takes at most 300 steps,
     with a learning rate that falls by a quarter from block to block. Training from scratch takes as many steps. Frozen features
-    are judged by logistic regression. All have the score of the baseline, as the standard references do. `name` and `file` are
-    those of `Weights`. The names of the arms say what the weights were trained on.
+    are judged by logistic regression. All have the score of the baseline, as the standard references do. For a baseline without
+    training steps, only frozen models are returned. `name` and `file` are those of `Weights`. The names of the arms say what
+    the weights were trained on.
     """
     kind = name.partition(".")[0]
     # the shape of the default model is written here, so that a recipe need not import timm
@@ -132,7 +133,8 @@ def imagenet_vit_s(
         title_large = f"{arm} at {large.keywords['size']} pixels"
         arms[f"{title_large} (fine-tuned)"] = tuned.vary(tokenizer=large)
         arms[f"{title_large} (frozen)"] = frozen.vary(tokenizer=large)
-    return arms | ({f"{title} from scratch": tuned.vary(init=None, layer_decay=None)} if scratch else {})
+    arms |= {f"{title} from scratch": tuned.vary(init=None, layer_decay=None)} if scratch else {}
+    return {name: run for name, run in arms.items() if baseline.steps or name.endswith("(frozen)")}
 
 
 def training_data(name: str) -> str:

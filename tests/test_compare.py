@@ -636,3 +636,41 @@ def test_equal_arms_are_seldom_told_apart_until_decided():
             have |= {arm: n for (_, arm), n in more.items()}
         wrong.append(any(row.decided for row in compare([r for r in rows if r.seed < have[r.arm]]).rows))
     assert np.mean(wrong) <= 0.06, "at most 5% are allowed; the standard error is 1.3 points"
+
+
+def test_arm_without_weights_stays_out_of_the_family_when_others_get_more_seeds():
+    """A verdict that was reached at the first look must not be withdrawn at the second one."""
+    rows = [replace(r, looks=list(LOOKS)) for r in records({"vit": 0, "+A": 0.05, "+B": 0.0, "weights": 0})]
+    rows = change(rows, "weights", status="unavailable", test=None, correct=None, error="no file")
+    first = [r for r in rows if r.seed < 6]
+    wanted = {arm for _, arm in next_looks(first)}
+    assert wanted == {"vit", "+B"}
+    second = [r for r in rows if r.seed < 6 or r.arm in wanted]
+    for later in (second, [*second, *(replace(r, status="missing", error=None) for r in rows if r.arm == "weights" and r.seed >= 6)]):
+        assert compare(first).family == compare(later).family == 2
+        assert row_of(later, "weights").unavailable and row_of(later, "+A").verdict == "better"
+        assert "for the reasons in the table" not in answer(compare(later))
+    failed = change(second, "weights", seeds=[0], status="failed")
+    assert compare(failed).family == 3 and not row_of(failed, "weights").unavailable
+
+
+def test_further_seed_of_a_reference_is_not_expected_of_other_arms():
+    rows = records({"vit": 0, "+A": 0.05, "CNN": 0.1}, seeds=9)
+    rows = [replace(r, role="reference") if r.arm == "CNN" else r for r in rows if r.arm == "CNN" or r.seed < 8]
+    assert row_of(rows, "+A").verdict == "better" and row_of(rows, "CNN").seeds == tuple(range(9))
+    assert {row.arm: len(row.failures) for row in compare(rows).rows} == {"vit": 0, "+A": 0, "CNN": 0}
+
+
+def test_equal_scores_of_different_predictions_are_said_to_differ():
+    """In each seed other images are right, in such a way that the means of all seeds and of all images are equal."""
+    rows = records({"vit": 0, "+A": 0}, seeds=6)
+    right = np.arange(IMAGES) % 2 == 0
+    for_seed = [right if seed % 2 else ~right for seed in range(7)]
+    bits = {("vit", seed): for_seed[seed] for seed in range(6)} | {("+A", seed): for_seed[seed + 1] for seed in range(6)}
+    rows = [replace(r, correct=pack_bits(bits[r.arm, r.seed]), test={"accuracy": 0.5}) for r in rows]
+    assert row_of(rows, "+A").reason == "the same accuracy as the baseline for every seed; the predictions differ"
+
+
+def test_number_of_test_images_is_not_invented():
+    rows = [replace(r, test_images=None) for r in records({"vit": 0, "+A": 0.006}, noise=0.002, bits=False)]
+    assert "better on these test images on average over retrainings" in row_of(rows, "+A").reason

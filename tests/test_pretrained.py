@@ -294,6 +294,13 @@ def test_from_timm_names_unsupported_parts(options, part):
         from_timm(TIMM(**options))
 
 
+def test_from_timm_refuses_a_model_with_two_last_norms():
+    theirs = TIMM(global_pool="avg")
+    theirs.norm = nn.LayerNorm(theirs.embed_dim, eps=1e-6)
+    with pytest.raises(ValueError, match=r"this timm model has .*two last norms.*, which a ViT does not"):
+        from_timm(theirs)
+
+
 def test_from_timm_refuses_blocks_that_differ_from_the_first():
     theirs = TIMM(depth=3, drop_path_rate=0.1)
     from_timm(theirs)  # the rates of stochastic depth differ, and are not copied

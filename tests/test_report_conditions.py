@@ -13,6 +13,7 @@ from smallvit.packing import pack_bits
 from smallvit.record import Record, write_records
 from smallvit.report import html, markdown, text
 from smallvit.report.alarms import main_cells
+from smallvit.report.export import latex_table
 from smallvit.report.figures import by_length, by_tuning, forest
 from smallvit.report.provenance import warnings
 from smallvit.report.settings import Trial, tuning_curves
@@ -199,7 +200,7 @@ def test_untuned_comparison_beside_a_tuned_one_is_not_hidden():
     c, page, seen = compare(rows), markdown(rows, **PAGE), text(rows)
     assert c.main == (Condition(100, None, True), Condition(1_000)) and {arm for _, arm in main_cells(rows)} == {*LONG, *probes}
     assert "common settings" not in section(page, "## Accuracy") and "### 1,000 labels" in section(page, "## Accuracy")
-    assert page.partition("\n\n")[2].partition("\n\n")[2].startswith("With tuned settings, ") and "“pretrained” (" in page
+    assert page.partition("\n\n")[2].partition("\n\n")[2].startswith("With tuned settings where there are any, ") and "“pretrained” (" in page
     assert "pretrained at 1,000 labels" in seen and "The report also shows" not in seen
     assert "different numbers of trials" not in page and "judged by different numbers" not in page
     changes = section(page, "Differences from")
@@ -299,3 +300,76 @@ def test_the_command_prints_where_two_arms_disagree(tmp_path, monkeypatch, capsy
         assert "test images that “removed” (first) and “+A” (second)" in capsys.readouterr().out
     finally:
         sys.modules.pop("recipes.demo", None)
+
+
+# Several baselines, and arms that are compared with another arm
+
+FAMILY = {"vit": 0, "+A": 0.1}
+
+
+def test_each_group_shows_its_own_main_conditions():
+    """One baseline was trained for longer than the other: shorter training of it is no main result."""
+    two = [*cell(FAMILY, length=500), *cell({"vit": 0, "+A": -0.1}, length=2_000)]
+    four = cell({"cnn": 0, "+B": -0.1}, length=2_000) + cell({"cnn": 0, "+B": 0.1}, length=8_000)
+    rows = [*two, *four]
+    shown = {(row.arm, row.length) for row in compare(rows).main_rows}
+    assert shown == {("vit", 2_000), ("+A", 2_000), ("cnn", 8_000), ("+B", 8_000)}
+    assert {(arm, condition.length) for condition, arm in main_cells(rows)} == shown
+    page = markdown(rows, **PAGE)
+    assert "With the longest training, “+B” (" in page and "“+A” (−" in page and "“+B” (−" not in page.partition("## ")[0]
+    assert "With longer training, the difference" in page and "8,000 training steps, the difference" not in page
+    assert "500 steps" in section(page, "Accuracy after shorter training")
+
+
+def test_page_is_made_before_the_control_of_an_arm_has_started():
+    rows = cell({"vit": 0, "+A": 0.1, "+A +B": 0.15})
+    rows = [replace(r, baseline="+A") if r.arm == "+A +B" else r for r in rows]
+    waiting = [replace(r, status="missing", test=None) if r.arm == "+A" else r for r in rows]
+    assert warnings([r for r in waiting if r.status != "missing"]) == []
+    assert {arm for _, arm in main_cells([r for r in rows if r.arm != "+A"])} == {"vit", "+A +B"}
+    page = markdown(waiting, **PAGE)
+    assert "+A, every seed: missing" in page and "| +A +B |" in page
+
+
+def test_costs_that_differ_from_another_arm_than_the_baseline_name_it():
+    rows = [replace(r, baseline="+A") if r.arm == "+A +B" else r for r in cell({"vit": 0, "+A": 0.1, "+A +B": 0.15})]
+    macs = {"vit": 5_000_000, "+A": 20_000_000, "+A +B": 42_000_000}
+    seconds = {"vit": 10.0, "+A": 40.0, "+A +B": 48.0}
+    page = markdown([replace(r, macs=macs[r.arm], seconds=seconds[r.arm]) for r in rows], **PAGE)
+    assert "20.00 M (4× baseline)" in page and "42.00 M (2.1× that of “+A”)" in page and "48.0 (+20% against “+A”)" in page
+    table = latex_table(compare(rows))
+    assert "from ``vit'' or from the arm that is named" in table and table.count("(from +A)") == 1
+    lengths = [*(replace(r, length=100) for r in rows), *(replace(r, length=300) for r in rows)]
+    table = section(markdown(lengths, **PAGE), "Difference and training length")
+    assert [line.count("from +A") for line in table.splitlines() if line.startswith("| +A")] == [0, 2]
+
+
+def test_baselines_of_two_data_sets_have_their_own_classes_and_references():
+    matrices = {"digits": [[5, 0, 0], [0, 5, 0], [0, 0, 5]], "photos": [[8, 2], [1, 4]]}
+    classes = {"digits": ("a", "b", "c"), "photos": ("cat", "dog")}
+
+    def group(arms: dict[str, float], data: str) -> list[Record]:
+        return [
+            replace(r, confusion=matrices[data], preprocess={"classes": classes[data]}, data_sha256=data) for r in cell(arms)
+        ]
+
+    pixels = {"digits": 0, "pixels": 0.1}
+    references = [r for r in group(pixels, "digits") if r.arm == "pixels"]
+    raw = [replace(r, role="reference", run={"model": {"call": "smallvit.references.Pixels"}}) for r in references]
+    small = [replace(r, arm="small CNN", run={"model": {"arm": "small CNN"}}) for r in raw]
+    rows = [*group({"digits": 0.15}, "digits"), *raw, *small, *group({"photos": -0.1, "+A": 0}, "photos")]
+    for order in (rows, rows[::-1]):
+        page = markdown(order, **PAGE)
+        assert "| cat | 10 |" in page and "| c | 5 |" in page and not [w for w in warnings(order) if "raw pixels" in w]
+        assert "has a lower mean than the best arm" in page and "for “digits”" in page
+    assert [w for w in warnings([replace(r, data_sha256="d") for r in rows]) if "raw pixels" in w]
+
+
+def test_best_mean_of_each_score_is_bold():
+    scores = {"b": 0.3, "+B": 0.2}
+    loss = [
+        replace(r, score="log_loss", lower_is_better=True, test={"log_loss": scores[r.arm]}, correct=None)
+        for r in cell({"b": 0, "+B": 0})
+    ]
+    table = latex_table(compare([*cell(FAMILY), *loss]))
+    assert re.findall(r"^(\S+).*\\textbf", table, re.M) == ["+A", "+B"]

@@ -826,3 +826,32 @@ def test_groups_in_folds_err_in_about_five_percent(name):
     shares = rates(f"groups, {name}", partial(null_of_groups_in_folds, train_and_score=CLASSIFIERS[name]), 400, 0)
     assert shares["groups"] <= 0.06, "its standard error is 1.1 points; 4.9% of 900 repetitions with random features"
     assert shares["images"] > 0.1
+
+
+def test_page_says_where_single_folds_were_tested_if_other_arms_were_tested_over_passes():
+    rng = np.random.default_rng(1)
+    folds, values = drawn_folds(rng, 4, 60), random_values(rng, 4, 60, 0.3)
+    values[0][:, 0] = False
+    alike = values[0].copy()
+    alike[:, 0] = True  # differs from the baseline on one image only
+    third = [replace(r, arm="c", fingerprint=f"c{r.fingerprint}") for r in records(np.stack([values[0], alike]), folds) if r.arm == "b"]
+    rows = [*records(values, folds), *third]
+    assert row_of(rows).difference.single_folds is None and row_of(rows, "c").difference.single_folds
+    page = " ".join(how_to_read(compare(rows), rows))
+    assert "Each difference has two 95% intervals" in page and "so the first interval is widened" in page
+    assert "Where too few images differ between the arms for a test over passes and images, there is one interval" in page
+    assert "too few passes" not in page and "With more complete passes" not in page
+    alone = " ".join(how_to_read(compare([*rows[: len(rows) // 3], *third]), [*rows[: len(rows) // 3], *third]))
+    assert "because too few images differ between the arms for an interval over passes and images" in alone
+    one = records(values[:, :1], folds[:1])
+    assert "because there are too few passes" in " ".join(how_to_read(compare(one), one))
+
+
+def test_images_of_folds_that_never_differ_also_widen_the_interval():
+    rng = np.random.default_rng(0)
+    folds, values = drawn_folds(rng, 8, 200), random_values(rng, 8, 200, 0)
+    values[1] = values[0]
+    found = row_of(records(values, folds)).difference
+    wilson = 1.96**2 / (200 + 1.96**2)  # the end of the interval without folds
+    assert found.high == pytest.approx(1.6**0.5 * wilson, rel=1e-2) and found.low == -found.high
+    assert "multiplied by 1.6" in found.method

@@ -607,6 +607,7 @@ def test_pretrained_references_are_named_by_their_training_data():
     assert {run.role for run in runs if run.arm in arms} == {"reference"} and len(runs) == 1 + 3 + 5
     assert {run.arm for run in runs if run.run.init is None and run.arm in arms} == {"ViT-S from scratch"}
     assert "ViT-S from scratch" not in imagenet_vit_s(scratch, scratch=False)
+    assert [*imagenet_vit_s(scratch.vary(steps=0), upsampled=True)] == [name for name in arms if name.endswith("(frozen)")]
     assert training_data(DEIT) == "ImageNet-1k" and training_data("vit_small_patch16_224.dino") == "ImageNet-1k by DINO"
     tiny_arms = imagenet_vit_s(scratch, name=TINY, upsampled=True)
     kind = TINY.partition(".")[0]

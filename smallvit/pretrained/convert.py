@@ -282,6 +282,7 @@ def unsupported_parts(model: Any) -> list[str]:
         f"pooling {model.global_pool!r}": model.global_pool not in ("token", "avg"),
         "prefix tokens in its mean": model.global_pool == "avg" and model.pool_include_prefix,
         "no last norm": model.norm not in norms and model.fc_norm not in norms,
+        "two last norms": model.norm in norms and model.fc_norm in norms,
         "a norm before the blocks": model.norm_pre in norms,
         "a norm behind the patch embedding": embed.norm in norms,
         "norms inside attention or MLP": first.attn.norm in norms or first.mlp.norm in norms,

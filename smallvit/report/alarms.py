@@ -7,7 +7,6 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from smallvit.record import RANDOM, Record, format_labels, settings_of
-from smallvit.verdicts.compare import controls_of, groups_of
 from smallvit.verdicts.comparison import Condition, condition_of, main_conditions
 from smallvit.verdicts.folds import pooled
 from smallvit.verdicts.score import ACCURACIES, ACCURACY, Score, score_named
@@ -32,22 +31,30 @@ def main_cells(records: Sequence[Record]) -> dict[tuple[Condition, str], list[Re
     """
     shown, group = [r for r in records if r.role in ("baseline", "technique")], baseline_of_arms(records)
     done = {(r.arm, condition_of(r)) for r in pooled(shown) if r.finished}  # as in `Comparison.main`: of folds, whole passes
-    main = main_conditions((group[r.arm], condition_of(r), (r.arm, condition_of(r)) in done) for r in shown)
+    found = [(group[r.arm], condition_of(r), (r.arm, condition_of(r)) in done) for r in shown]
+    main = {baseline: main_conditions(each for each in found if each[0] == baseline) for baseline in {*group.values()}}
     cells: dict[tuple[Condition, str], list[Record]] = {}
     for r in shown:
-        if r.finished and condition_of(r) in main:
+        if r.finished and condition_of(r) in main[group[r.arm]]:
             cells.setdefault((condition_of(r), r.arm), []).append(r)
     return cells
 
 
 def baseline_of_arms(records: Sequence[Record]) -> dict[str, str]:
     """Return a dict from each arm (variant) and reference to the baseline at the end of its chain of controls. `records` are
-    the results of all runs.
+    the results of all runs, or of those that have started: a control without any run ends the chain.
     """
-    roles = {r.arm: r.role for r in records if r.role != "dependency"}
-    if "baseline" not in roles.values():
-        return dict.fromkeys(roles, "")
-    return groups_of(controls_of([r for r in records if r.role != "dependency"], roles), roles)
+    shown = [r for r in records if r.role != "dependency"]
+    baselines = {r.arm for r in shown if r.role == "baseline"}
+    default = next(iter(baselines)) if len(baselines) == 1 else ""
+    controls = {r.arm: r.baseline or default for r in shown if r.role != "baseline"}
+    ends: dict[str, str] = {}
+    for arm in dict.fromkeys(r.arm for r in shown):
+        chain = [arm]
+        while (control := controls.get(chain[-1])) is not None and control not in chain:
+            chain.append(control)
+        ends[arm] = chain[-1]
+    return ends
 
 
 def named(cells: Iterable[tuple[Condition, str]], among: Iterable[tuple[Condition, str]]) -> str:
@@ -131,12 +138,12 @@ def below_raw_pixels(records: Sequence[Record]) -> list[str]:
         values = [value for r in runs if (value := r.result if same else accuracy_of(r)) is not None]
         return fmean(values) if values else None
 
-    pixels: dict[int | None, dict[str, list[Record]]] = {}
+    pixels: dict[tuple, dict[str, list[Record]]] = {}  # (data set, labels) -> reference -> its runs
     for r in references:
-        pixels.setdefault(r.labels, {}).setdefault(r.arm, []).append(r)
-    best = {labels: max((mean_of(runs) or 0.0 for runs in arms.values()), default=0.0) for labels, arms in pixels.items()}
+        pixels.setdefault((r.data_sha256, r.labels), {}).setdefault(r.arm, []).append(r)
+    best = {place: max((mean_of(runs) or 0.0 for runs in arms.values()), default=0.0) for place, arms in pixels.items()}
     means = {cell: mean for cell, runs in cells.items() if (mean := mean_of(runs)) is not None}
-    lost = [cell for cell, mean in means.items() if mean < best.get(cell[0].labels, 0.0) - TIE]
+    lost = [cell for cell, mean in means.items() if mean < best.get((cells[cell][0].data_sha256, cell[0].labels), 0.0) - TIE]
     if not lost:
         return []
     return [

@@ -87,12 +87,15 @@ def passes_done(comparison: Comparison, records: Sequence[Record]) -> str:
 def setting(comparison: Comparison) -> str:
     """Return the beginning of a sentence that names the main conditions: `At 1,000 labels with tuned settings, `. It names the
     number of labels if there is only one, the training length if there are several, and tuned or common settings if any are
-    tuned. The text is empty if none of these applies. `comparison` holds all results.
+    tuned. Several baselines may differ in them: `With tuned settings where there are any`. The text is empty if none of these
+    applies. `comparison` holds all results.
     """
-    one = comparison.main[0]
-    label = f"at {format_labels(one.labels)}" if len(comparison.main) == 1 else ""
-    settings = ["tuned settings" if one.tuned else "common settings"] * any(c.tuned for c in comparison.conditions)
-    others = settings + ([f"{one.length:,} training steps"] if one.length else [])
+    one, main = comparison.main[0], comparison.main
+    label = f"at {format_labels(one.labels)}" if len(main) == 1 else ""
+    tuned = "tuned settings" + " where there are any" * (not all(c.tuned for c in main))
+    settings = [tuned if one.tuned else "common settings"] * any(c.tuned for c in comparison.conditions)
+    several = len({c.length for c in main}) > 1
+    others = settings + (["the longest training" if several else f"{one.length:,} training steps"] if one.length else [])
     text = " ".join(filter(None, (label, f"with {' and '.join(others)}" if others else "")))
     return f"{text[0].upper()}{text[1:]}, " if text else ""
 
@@ -147,7 +150,7 @@ def small_cnn(comparison: Comparison) -> str:
     for condition in comparison.main:
         rows = [row for row in comparison.at(condition) if same_score(comparison, row)]
         cnn = next((row for row in rows if row.arm == CNN and row.role == "reference" and row.mean is not None), None)
-        arms = [row for row in rows if row.role != "reference" and row.mean is not None]
+        arms = [row for row in rows if row.role != "reference" and row.mean is not None and cnn and row.data == cnn.data]
         best = max(arms, key=lambda row: sign * (row.mean or 0), default=None)
         if cnn is None or cnn.mean is None or best is None or best.mean is None or cnn.mean == best.mean:
             continue

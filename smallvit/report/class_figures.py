@@ -16,23 +16,24 @@ DARKEST = 0.6  # opacity of a cell with all images of its row, so that its numbe
 @style()
 def confusion_matrices(comparison: Comparison, records: Sequence[Record]) -> str:
     """Draw the confusion matrix of each arm (variant) as a heat map, with one panel for each arm. Return the figure as SVG
-    text. `records` are the results of the runs. The text is empty if no record has a confusion matrix or if there are more
-    classes than can be read.
+    text. `records` are the results of the runs. Arms with more classes than can be read are left out. The text is empty if no
+    arm remains, or if no record has a confusion matrix.
 
     Rows are true classes. A cell shows the mean number of images, and its color is the share of its row: blue for right
     predictions, orange for errors. The color scale of the errors ends at the most frequent error of the figure.
     """
     from matplotlib.patches import Rectangle
 
-    matrices, names = confusions(comparison, records), class_names(records)
-    if len(names) > MOST_CLASSES:
-        return ""
-    k, rotated = len(names), max((len(name) for name in names), default=0) > 3
+    names = class_names(records)
+    matrices = {arm: matrix for arm, matrix in confusions(comparison, records).items() if len(matrix) <= MOST_CLASSES}
+    k = max(map(len, matrices.values()), default=0)
+    rotated = max((len(name) for arm in matrices for name in names[arm]), default=0) > 3
     shares = {arm: [[x / (sum(row) or 1) for x in row] for row in matrix] for arm, matrix in matrices.items()}
     errors = [x for matrix in shares.values() for r, row in enumerate(matrix) for c, x in enumerate(row) if r != c]
     most = max(errors, default=0.0) or 1.0
     figure, panels = subplots(list(matrices), height=1.5 + 0.34 * k + 0.5 * rotated, columns=max(1, min(3, 24 // max(k, 1))))
     for arm, ax in panels.items():
+        k = len(matrices[arm])
         ax.grid(False)
         for r, c in ((r, c) for r in range(k) for c in range(k) if matrices[arm][r][c]):
             depth = DARKEST * (shares[arm][r][c] if r == c else shares[arm][r][c] / most)
@@ -40,8 +41,8 @@ def confusion_matrices(comparison: Comparison, records: Sequence[Record]) -> str
             ax.text(c, r, count(matrices[arm][r][c]), ha="center", va="center", fontsize=7.5 if k <= 12 else 5.5)
         ax.set_title(fill(shortened(arm), 26))
         ax.set(xlim=(-0.5, k - 0.5), ylim=(k - 0.5, -0.5), xlabel="predicted class", ylabel="true class")
-        ax.set_xticks(range(k), names, rotation=90 if rotated else 0)
-        ax.set_yticks(range(k), names)
+        ax.set_xticks(range(k), names[arm], rotation=90 if rotated else 0)
+        ax.set_yticks(range(k), names[arm])
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
     return svg(figure, "confusion", "confusion matrix of each arm")

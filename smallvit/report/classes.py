@@ -20,18 +20,26 @@ def class_tables(comparison: Comparison, records: Sequence[Record]) -> dict[str,
     """
     matrices, names = confusions(comparison, records), class_names(records)
     found = {
-        CLASSES: [class_table(comparison, arm, matrix, names) for arm, matrix in matrices.items()],
+        CLASSES: [class_table(comparison, arm, matrix, names[arm]) for arm, matrix in matrices.items()],
         CONFUSION: [
-            confusion_table(comparison, arm, matrix, names) for arm, matrix in matrices.items() if len(names) <= MOST_CLASSES
+            confusion_table(comparison, arm, matrix, names[arm])
+            for arm, matrix in matrices.items()
+            if len(matrix) <= MOST_CLASSES
         ],
         CALIBRATION: [bin_table(comparison, arm, bins) for arm, bins in reliabilities(comparison, records).items()],
     }
     return {heading: tables for heading, tables in found.items() if tables}
 
 
-def class_names(records: Sequence[Record]) -> list[str]:
-    """Return the names of the classes as a list. `records` are the results of the runs."""
-    return next((list(r.preprocess["classes"]) for r in records if r.confusion and r.preprocess), [])
+def class_names(records: Sequence[Record]) -> dict[str, list[str]]:
+    """Return the names of the classes of each arm (variant), as a dict from its name to a list. The arms of different baselines
+    may have different data sets. Classes without names get numbers. `records` are the results of the runs.
+    """
+    return {
+        r.arm: list(r.preprocess["classes"]) if r.preprocess else [str(number) for number in range(len(r.confusion))]
+        for r in records
+        if r.confusion
+    }
 
 
 def shown_condition(comparison: Comparison) -> Condition:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from smallvit.verdicts.comparison import Comparison, Row
+from smallvit.verdicts.score import Score
 from smallvit.words import join_names
 
 from .format import p_value
@@ -61,12 +62,14 @@ def latex_table(comparison: Comparison) -> str:
 
 
 def best_arms(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the arms (variants) with the best mean score, references aside. `rows` are the results of the arms.
+    """Return the names of the arms (variants) with the best mean of each score, references aside. `rows` are the results of the
+    arms.
     """
-    rows = [row for row in rows if row.role != "reference"]
-    means = [row.mean or 0.0 for row in rows]
-    best = min(means, default=0.0) if any(row.lower_is_better for row in rows) else max(means, default=0.0)
-    return [row.arm for row in rows if row.mean == best]
+    best: dict[Score, float] = {}
+    arms = [(row, score_of(row), row.mean) for row in rows if row.role != "reference" and row.mean is not None]
+    for _, score, mean in arms:
+        best[score] = (min if score.lower else max)(mean, best.get(score, mean))
+    return [row.arm for row, score, mean in arms if mean == best[score]]
 
 
 def cells(row: Row, bold: bool, other: bool) -> list[str]:
@@ -79,6 +82,7 @@ def cells(row: Row, bold: bool, other: bool) -> list[str]:
     difference = latex(score.difference(d.mean)) if d else "--"
     if d and d.low is not None and d.high is not None:
         difference += " " + latex(score.interval(d.low, d.high))
+    difference += latex(f" (from {row.baseline})") * (d is not None and row.baseline != row.group)
     name = row.arm + f" (by {row.score})" * other
     name = "{}" * name.startswith(("[", "*")) + latex(name)  # otherwise LaTeX takes it for an option of the row above
     return [name, value, difference, latex(p_value(d and d.p_holm)), latex(row.verdict or row.role)]
@@ -96,6 +100,7 @@ def caption(comparison: Comparison) -> str:
     text += " (lower is better)" * score.lower
     baselines = join_names([f"“{name}”" for name in comparison.baselines])
     text += f". Differences are paired and from {latex(baselines)}"
+    text += " or from the arm that is named" * any(row.baseline != row.group for row in comparison.main_rows)
     return text + (
         f"; intervals and $p$-values are about new test images, and $p$ is Holm-corrected for {comparison.family} comparisons."
     )

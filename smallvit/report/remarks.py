@@ -46,14 +46,18 @@ def longer(comparison: Comparison) -> str:
     smaller), turns (to the opposite) or appears with longer training. The text is empty if there is a single training length.
     `comparison` holds all results.
     """
-    lengths = sorted({c.length for c in comparison.conditions if c.length is not None and not c.tuned})
+    lengths = [
+        sorted({c.length for c in part.conditions if c.length is not None and not c.tuned}) for part in comparison.parts()
+    ]
+    ranges = {(each[0], each[-1]) for each in lengths if len(each) > 1}
     several = len({c.labels for c in comparison.conditions}) > 1
     found: dict[str, list[str]] = {}
     for (labels, arm), outcome in trends(comparison).items():
         found.setdefault(outcome, []).append(f"“{arm}”" + f" {at_labels([labels])}" * several)
     words = [word for word in contrasts.OUTCOMES if word in found]
     texts = [f"{word} for {join_names(found[word])}" for word in words]
-    return f"From {lengths[0]:,} to {lengths[-1]:,} training steps, the difference {'; it '.join(texts)}." if texts else ""
+    start = "From {:,} to {:,} training steps".format(*ranges.pop()) if len(ranges) == 1 else "With longer training"
+    return f"{start}, the difference {'; it '.join(texts)}." if texts else ""
 
 
 def help_for_undecided(comparison: Comparison, more_seeds: bool = True) -> list[str]:
@@ -120,7 +124,10 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     """
     folds = next((row.folds for row in comparison.rows if row.folds), None)
     units, run = ("passes", "the same pass and fold") if folds else ("seeds", "the same seed")
-    single = any(row.difference.single_folds for row in comparison.rows if row.difference)
+    single = [d for row in comparison.rows if (d := row.difference) and d.single_folds]
+    all_single = bool(single) and all(row.difference.single_folds for row in comparison.rows if row.difference)
+    few_passes = any(d.too_few_passes for d in single)
+    why = "there are too few passes" if few_passes else "too few images differ between the arms"
     judged = [row.difference for row in comparison.rows if row.verdict and row.difference]
     seeds = max((len(d.values) for d in judged), default=MIN_PAIRS)
     looks = next((row.looks for row in comparison.rows if row.looks), ())
@@ -139,10 +146,10 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
         "widened for this share."
     )
     needed = " and no missing run" if folds else f", at least {MIN_PAIRS} {units} and no missing run"
-    if single:
+    if all_single:
         intervals = f"""
     Each difference has a 95% interval, {unit}, that is about new test images. It is computed from the differences of the single
-    folds, because there are too few passes for an interval over passes and images. It is not corrected for the number of
+    folds, because {why} for an interval over passes and images. It is not corrected for the number of
     comparisons.
     """
         shared, needed = "", " and no missing run"
@@ -190,11 +197,13 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     group that it was trained on. For intervals and verdicts, a group counts as one unit.
     """
     if single:
-        text += """
-    With one pass, the verdict is about the differences of the single folds. The models of two folds share training images, so
+        start = "The" if all_single else f"Where {why} for a test over passes and images, there is one interval, and the"
+        passes = "from 2 passes of 5 folds, 3 of 3 or 4 folds, or 4 of 2 folds on."
+        more = f" With more complete passes, the test is over passes and images: {passes}" * few_passes
+        text += f"""
+    {start} verdict is about the differences of the single folds. The models of two folds share training images, so
     their scores are alike, and a usual t-test would be too sure. Nadeau and Bengio's correction makes the variance of the mean
-    difference larger by the share of test images, and the interval wider. With more complete passes, the test is over passes
-    and images: from 2 passes of 5 folds, 3 of 3 or 4 folds, or 4 of 2 folds on.
+    difference larger by the share of test images, and the interval wider.{more}
     """
     elif any(row.difference.variance and row.difference.variance.df is not None for row in comparison.rows if row.difference):
         text += f"""
@@ -214,7 +223,8 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     settings of the recipe.
     """
     text += f"""
-    Costs are medians over {units} and include pretraining. A cost that differs from the baseline's by more than 5% is marked.
+    Costs are medians over {units} and include pretraining. A cost is marked if it differs by more than 5% from that of the arm
+    it is compared with, which is named if it is not the baseline.
     Extra labels are validation labels that were used to choose something, labels of the trials that tuned the settings, and
     labels of an earlier run that the arm starts from.
     """
@@ -281,7 +291,7 @@ def unavailable(comparison: Comparison) -> str:
     arms: dict[str, list[str]] = {}
     for row in comparison.rows:
         if row.unavailable:
-            reason = next(iter(row.failures.values())).removeprefix("unavailable: ")
+            reason = next(why for why in row.failures.values() if why.startswith("unavailable")).removeprefix("unavailable: ")
             arms.setdefault(reason, [])
             arms[reason] += [row.arm] if row.arm not in arms[reason] else []
     texts = []

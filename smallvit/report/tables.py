@@ -57,7 +57,8 @@ def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[
     tuned = any(condition.tuned for condition in main)
     others = [condition for condition in comparison.conditions if condition not in main and condition in comparison.done]
     common = [condition for condition in others if tuned and not condition.tuned]
-    shorter = [c for c in others if c.tuned == tuned and (c.length or 0) < (main[0].length or 0)]
+    longest = max(condition.length or 0 for condition in main)
+    shorter = [c for c in others if c.tuned == tuned and (c.length or 0) < longest]
     score = score_in(comparison).capital
     found = {
         score: score_tables(comparison, main),
@@ -238,12 +239,13 @@ def length_tables(comparison: Comparison) -> list[Table]:
 
 
 def length_cell(row: Row) -> Cell:
-    """Return the difference of an arm (variant) from its baseline as text, with its interval and the verdict as remarks. `row`
-    holds the results of the arm.
+    """Return the difference of an arm (variant) from the arm it is compared with as text, with its interval, the name of that
+    other arm if it is not the baseline, and the verdict as remarks. `row` holds the results of the arm.
     """
     d = row.difference
     score, word = score_of(row), row.verdict or row.role
-    return (score.difference(d.mean), [interval(d, score), word]) if d else ("–", [word])
+    control = [f"from {row.baseline}"] if row.baseline != row.group else []
+    return (score.difference(d.mean), [interval(d, score), *control, word]) if d else ("–", [word])
 
 
 def chosen_settings(tuning: dict, common: dict) -> Cell:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from smallvit.record import Record
 from smallvit.words import unit
 
-from .comparison import Cell, Comparison, Row, condition_of
+from .comparison import Cell, Comparison, Row, condition_of, is_unavailable
 from .costs import FORWARD, costs_of, known_median, unequal
 from .differences import Runs, difference, images_of, interval_on_new_images, is_accuracy, obstacle, same_test_images
 from .folds import Pass, pooled
@@ -55,7 +55,7 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
     runs = runs_by_cell(records, roles, groups)
     others: dict[Cell, Runs] = {cell: runs.get((cell[0], controls[cell[1]]), {}) for cell in runs}
     pairs = [(c, arm) for c, arm in runs if roles[arm] != "baseline"]
-    unavailable = {cell for cell in pairs if all(status_of(r) == "unavailable" for r in runs[cell].values())}
+    unavailable = {cell for cell in pairs if is_unavailable(map(status_of, runs[cell].values()))}
     judged = [cell for cell in pairs if roles[cell[1]] == "technique" and cell not in unavailable]
     scores = {cell: why for cell in pairs if (why := unequal_scores(runs[cell], controls[cell[1]], others[cell]))}
     measured = [cell for cell in pairs if cell not in scores]
@@ -82,6 +82,7 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
                 score=next((r.score for r in records if r.arm == arm and r.finished and r.score), "accuracy"),
                 lower_is_better=any(r.lower_is_better for r in done.values()),
                 folds=next((r.folds for r in each.values() if r), None),
+                data=next((r.data_sha256 for r in done.values()), None),
                 seeds=tuple(done),
                 values=values,
                 mean=mean,
@@ -178,18 +179,20 @@ def runs_by_cell(
     `result[condition, arm][seed]` is a record (results of a run), or None if there is none. `records` are the results of all
     runs. `roles` is a dict from an arm to its role, such as "technique", and `groups` is a dict from an arm to its baseline.
 
-    Every arm is expected to have all seeds of its group. A reference without any run in a condition is left out there.
+    Every arm is expected to have all seeds of its group. References have seeds of their own, which nobody else needs; one
+    without any run in a condition is left out there.
     """
     found: dict[Cell, dict[int, Record]] = {}
     seeds: dict[Cell, set[int]] = {}
     for r in records:
         found.setdefault((condition_of(r), r.arm), {})[r.seed] = r
-        seeds.setdefault((condition_of(r), groups[r.arm]), set()).add(r.seed)
+        if roles[r.arm] != "reference":
+            seeds.setdefault((condition_of(r), groups[r.arm]), set()).add(r.seed)
     return {
-        (c, arm): {s: found.get((c, arm), {}).get(s) for s in sorted(seeds[c, group])}
-        for c in sorted({c for c, _ in seeds}, key=lambda c: c.order)
+        (c, arm): {s: found.get((c, arm), {}).get(s) for s in sorted({*seeds.get((c, group), ()), *found.get((c, arm), ())})}
+        for c in sorted({c for c, _ in found}, key=lambda c: c.order)
         for arm, group in groups.items()
-        if (c, group) in seeds and (roles[arm] != "reference" or (c, arm) in found)
+        if (c, arm) in found or (roles[arm] != "reference" and (c, group) in seeds)
     }
 
 

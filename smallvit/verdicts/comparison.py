@@ -67,6 +67,14 @@ def main_conditions(cells: Iterable[tuple[str, Condition, bool]]) -> tuple[Condi
     return tuple(dict.fromkeys(c for main in found for c in main))
 
 
+def is_unavailable(statuses: Iterable[str]) -> bool:
+    """Return whether an arm was left out because its pretrained weights could not be obtained. `statuses` are those of its
+    runs. Runs that only other arms got, later, are missing; they change nothing.
+    """
+    found = {*statuses}
+    return "unavailable" in found and found <= {"unavailable", "missing"}
+
+
 Cell = tuple[Condition, str]  # condition, arm
 
 
@@ -106,7 +114,7 @@ class Difference:
     folds        number of folds of a cross-validation; None: there is a fixed test part
     single_folds  the variance over single folds, if there is one pass, or too few folds for another test; `low`, `high` and `p`
                  are then those of Nadeau and Bengio's test, and there is no interval over the seeds
-    differ       whether a test over single folds has seen different results of the two arms on any image
+    differ       whether the records show different results of the two arms on any image
     images       number of test images; in a cross-validation, of the images of all folds; None if unknown
     groups       number of groups of test images, such as patients, if the images have groups: then a group counts as one image
     """
@@ -157,6 +165,11 @@ class Difference:
         return self.variance is not None and self.variance.images >= MIN_IMAGES
 
     @property
+    def too_few_passes(self) -> bool:
+        """Whether a cross-validation has too few passes for a test over passes and images."""
+        return self.folds is not None and (len(self.values) - 1) * self.folds < MIN_PAIRS - 1
+
+    @property
     def method(self) -> str:
         """A text that says how a cross-validation or images in groups were tested, and why. It is empty for other data, which
         are tested over seeds and test images.
@@ -164,11 +177,10 @@ class Difference:
         images = "" if self.images is None else f"{self.images:,} "
         parts = []
         if self.single_folds:
-            enough = (len(self.values) - 1) * (self.folds or 0) >= MIN_PAIRS - 1
             reason = (
-                "too few images differ between the arms for a test over passes and images"
-                if enough
-                else "the test over passes and images needs at least 2 passes, or up to 4 if there are fewer than 5 folds"
+                "the test over passes and images needs at least 2 passes, or up to 4 if there are fewer than 5 folds"
+                if self.too_few_passes
+                else "too few images differ between the arms for a test over passes and images"
             )
             parts.append(
                 f"tested over the {self.single_folds.runs} single folds with Nadeau and Bengio's correction, because {reason}"
@@ -218,8 +230,9 @@ class Row:
     next_look  the number of seeds at its next look; None if there is none
     budget     params, macs, images_seen, seconds: medians over the seeds, pretraining included; and extra_labels: validation
                labels used to choose something, and labels of earlier runs beyond those of this row
-    unequal    budget -> relative excess over the baseline's, where the two are more than 5% apart
+    unequal    budget -> relative excess over that of the control, where the two are more than 5% apart
     forward    tokens, macs_sd, ms, speedup of a forward pass: medians over the seeds; None without the evaluator `cost`
+    data       hash of the data set; None if the records do not say it
     """
 
     condition: Condition
@@ -247,6 +260,7 @@ class Row:
     new_images: tuple[float, float] | None = None
     lower_is_better: bool = False
     folds: int | None = None
+    data: str | None = None
 
     @property
     def units(self) -> str:
@@ -277,10 +291,10 @@ class Row:
 
     @property
     def unavailable(self) -> bool:
-        """Whether all runs of this arm (variant in the comparison) were left out because their pretrained weights could not be
+        """Whether the runs of this arm (variant in the comparison) were left out because their pretrained weights could not be
         obtained. This does not count as a failure.
         """
-        return bool(self.failures) and not self.values and all(why.startswith("unavailable") for why in self.failures.values())
+        return not self.values and is_unavailable(why.partition(":")[0] for why in self.failures.values())
 
     @property
     def failed(self) -> bool:
@@ -339,8 +353,8 @@ class Comparison:
         The main conditions have the longest training, and tuned settings if there are any. The summary of a report is about
         them.
         """
-        main = self.main
-        return tuple(row for row in self.rows if row.condition in main)
+        main, of_group = self.main, {part.baselines[0]: part.main for part in self.parts()}
+        return tuple(row for row in self.rows if row.condition in main and row.condition in of_group[row.group])
 
     @property
     def baseline(self) -> str:

@@ -181,10 +181,11 @@ def measure(runs: Runs, control: Runs, seeds: Sequence[int], level: float = LEVE
         groups=None if groups is None else len(set(groups)),
     )
     table = None if found.metric in BIASED else differences_of_images(pairs)
+    found = replace(found, differ=table is not None and bool(table.any()))
     variance = variance_of(pairs, values, table, groups)
     p = None if variance is None else two_part_p(mean, variance, overlap=overlap)
     if found.folds and len(pairs) < MIN_PAIRS and table is not None and p is None:
-        return over_folds(replace(found, differ=bool(table.any())), pairs)
+        return over_folds(found, pairs)
     largest = largest_difference(found)
     if variance is None:
         found = replace(found, score="" if table is not None or found.metric == "accuracy" else found.metric)
@@ -275,7 +276,8 @@ def variance_of(
         variance = variance_of_table(table, [run for run, _ in pairs], groups)
         if variance is None or table.any():
             return variance
-        return without_differences(variance, largest_value(pairs))
+        bound = without_differences(variance, largest_value(pairs))
+        return of_folds(bound) if pairs[0][0].folds else bound
     if groups is not None or pairs[0][0].folds or not all(is_accuracy(r) for pair in pairs for r in pair):
         return None
     errors = fmean(2 - run.result - other.result for run, other in pairs)

@@ -106,8 +106,7 @@ def undecided(d: Difference, level: float, looks: Sequence[int]) -> Verdict:
         d = replace(d, detectable=d.single_folds.detectable(level), needs="seeds")
         return Verdict("inconclusive", "; ".join(filter(None, (partial_evidence(d), d.method))), d)
     if d.p is None or d.variance is None or (d.sd is not None and d.sd <= TIE and abs(d.mean) <= TIE):
-        differ = d.differ or (d.variance is not None and not (d.bound or d.variance.unseen) and d.variance.over_images > 0)
-        more = "the predictions differ" if differ else "check that the technique changes anything"
+        more = "the predictions differ" if d.differ else "check that the technique changes anything"
         one = "fold" if d.single_folds else unit(d.folds)
         stopped = stop_reason(d.mean, d.variance, d.looks[-1], looks, overlap=d.overlap) if d.looks and d.variance else ""
         return Verdict("inconclusive", f"the same {score.title} as the baseline for every {one}; {more}", d, stopped)
@@ -172,8 +171,8 @@ def partial_evidence(d: Difference) -> str:
         "records": "earlier records cannot claim the same for new ones",
     }.get(d.needs, "not shown on new ones")
     often = "in every retraining" if all(value * d.mean > 0 for value in d.values) else "on average over retrainings"
-    where = f"{d.groups:,} groups of" if d.groups else f"{d.variance.images:,}"
-    return f"{word} on these {where} test images {often}; {problem}"
+    where = f" {d.groups:,} groups of" if d.groups else f" {d.images:,}" if d.images else ""
+    return f"{word} on these{where} test images {often}; {problem}"
 
 
 def excludes_zero(low: float | None, high: float | None) -> bool:
