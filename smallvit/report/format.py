@@ -70,8 +70,8 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
     """Return one cost of an arm (variant) as text, and a list of remarks, such as a large difference from the arm that it is
     compared with. `row` holds the results of the arm. `name` is the name of the cost, such as "macs".
 
-    The remarks give the standard deviation over images, a difference of more than 5% from that other arm, which is named if it
-    is not the baseline, and a speed-up below 1.
+    The remarks give the standard deviation over images, a difference of more than 5% from the other arm, and a speed-up below
+    1.
     """
     value = (row.budget | row.forward)[name]
     if value is None:
@@ -86,8 +86,7 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
     }
     sd = row.forward["macs_sd"] if name == "macs" else None
     remarks = [f"± {multiply_adds(sd, value)} SD"] if sd is not None else []
-    control = "" if row.baseline == row.group else row.baseline
-    remarks += [excess(row.unequal[name], control)] if name in row.unequal else []
+    remarks += [excess(row.unequal[name], row.baseline == row.group)] if name in row.unequal else []
     remarks += ["slower"] if name == "speedup" and value < 1 else []
     return forms.get(name, f"{value:,.0f}"), remarks
 
@@ -99,17 +98,16 @@ def multiply_adds(x: float, like: float | None = None) -> str:
     return f"{x / 1e3:,.2f} k" if 0 < (x if like is None else like) < 1e5 else f"{x / 1e6:,.2f} M"
 
 
-def excess(fraction: float, control: str = "") -> str:
+def excess(fraction: float, from_baseline: bool = True) -> str:
     """Return the relative difference `fraction` of a cost from that of the baseline as text. Values below 1 are in
     percent: 0.2 becomes `+20%`. Values from 1 on are a multiple: 1.5 becomes `2.5× baseline`. Infinity becomes `baseline: 0`.
-    If the difference is from another arm (variant), `control` is its name, and the text names it: `+20% against “+A”`.
+    With `from_baseline=False`, the difference is from another arm (variant), and the texts are `2.5×` and `instead of 0`.
     """
-    other = f"“{control}”" if control else "baseline"
     if math.isinf(fraction):
-        return f"{other}: 0"
+        return "baseline: 0" if from_baseline else "instead of 0"
     if fraction >= 1:
-        return f"{1 + fraction:,.{int(fraction < 9)}f}".removesuffix(".0") + "× " + "that of " * bool(control) + other
-    return f"{fraction:+.0%}".replace("-", "−") + f" against {other}" * bool(control)
+        return f"{1 + fraction:,.{int(fraction < 9)}f}".removesuffix(".0") + "×" + " baseline" * from_baseline
+    return f"{fraction:+.0%}".replace("-", "−")
 
 
 def sentence(comparison: Comparison, row: Row) -> str:

@@ -222,9 +222,11 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     without trials keeps its settings, and gets no verdict if its baseline was tuned. Common means that all arms have the
     settings of the recipe.
     """
+    named = any(row.baseline != row.group for row in comparison.rows)
+    control = " (or from that of the arm in the column “Compared with”)" * named
     text += f"""
-    Costs are medians over {units} and include pretraining. A cost is marked if it differs by more than 5% from that of the arm
-    it is compared with, which is named if it is not the baseline.
+    Costs are medians over {units} and include pretraining. A cost that differs from the baseline's{control} by more than 5% is
+    marked.
     Extra labels are validation labels that were used to choose something, labels of the trials that tuned the settings, and
     labels of an earlier run that the arm starts from.
     """

@@ -282,15 +282,21 @@ def cost_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list
     seconds, for some conditions.
 
     If the evaluator `cost` has measured token reductions, they begin with tokens, MACs, time and speed-up. If settings were
-    tuned, they end with the number of trials and their training time.
+    tuned, they end with the number of trials and their training time. If an arm is compared with another one than the baseline,
+    a column names the arms with which the costs are compared.
     """
     tuned = any(condition.tuned for condition in conditions)
     columns = (REDUCED if comparison.reduced else {}) | BUDGETS | (TUNING if tuned else {})
-    cells = [
-        (title, {row.arm: [cost(row, name) for name in columns] for row in rows})
-        for title, rows in each_table(comparison, conditions)
-    ]
-    return [Table(title=title, columns=tuple(columns.values()), rows=rows) for title, rows in cells]
+    found = []
+    for title, rows in each_table(comparison, conditions):
+        cells = {row.arm: [cost(row, name) for name in columns] for row in rows}
+        names = list(columns.values())
+        if any(row.baseline != row.group for row in rows):
+            names.append("Compared with")
+            for row in rows:
+                cells[row.arm].append(("–" if row.role == "baseline" else row.baseline, []))
+        found.append(Table(title=title, columns=tuple(names), rows=cells, text=("Compared with",)))
+    return found
 
 
 def seed_tables(comparison: Comparison) -> list[Table]:
