@@ -180,12 +180,13 @@ def import_recipe(path: Path, text: str | None = None) -> Any:
             advice = f"; a recipe must be one file: copy what it needs of {error.name}.py into it"
         raise ValueError(f"{path.name}{where}: {type(error).__name__}: {error}{advice}") from error
     runs = getattr(module, "RUNS", None)
-    if not runs or not isinstance(runs, list | tuple) or not all(isinstance(run, ArmRun) for run in runs):
+    try:
+        if not runs or not isinstance(runs, list | tuple) or not all(isinstance(run, ArmRun) for run in runs):
+            raise ValueError(f"{path.name} defines no list RUNS; expected RUNS = ablate({{'scratch': Run(...), ...}}, ...)")
+        check_comparable(runs, path.name)
+    except ValueError:
         del sys.modules[name]
-        raise ValueError(
-            f"{path.name} defines no list RUNS; expected RUNS = ablate({{'scratch': Run(...), ...}}, ...)"
-        )
-    check_comparable(runs, path.name)
+        raise
     module.DECLARED = list(runs)
     return module
 
