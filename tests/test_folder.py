@@ -283,6 +283,37 @@ def test_folder_without_a_readable_image_or_class_is_refused(tmp_path):
     assert "no image file can be read" in error_of(tmp_path, folds=2, skip_broken=True)
 
 
+def test_formats_that_are_not_read_are_counted_in_the_error_for_a_class_and_in_the_note(tmp_path):
+    write_class_folders(tmp_path, classes=("cat", "dog"))
+    (tmp_path / "eel").mkdir()
+    names = ("a.heic", "b.HEIC", "brain.nii.gz", "c.mpo", "d.apng", "e.dib", "table.csv.gz")
+    for name in names:
+        (tmp_path / "eel" / name).touch()
+    (tmp_path / "cat" / "x.avif").touch()
+    formats = "formats are not read: 1 .apng, 1 .dib, 2 .heic, 1 .mpo, 1 .nii.gz; convert them, for example to PNG"
+    assert f"no images in {tmp_path / 'eel'}; files of these {formats})" in error_of(tmp_path, folds=2)
+    Image.fromarray(noise()).save(tmp_path / "eel" / "0.png")
+    Image.fromarray(noise()).save(tmp_path / "eel" / "1.png")
+    assert formats.replace("1 .dib", "1 .avif, 1 .dib") in load(tmp_path, folds=2)[1][0]
+
+
+@pytest.mark.parametrize("mode, c", [("1", 1), ("L", 1), ("RGB", 3)])
+def test_pnm_files_are_read(mode, c, tmp_path):
+    write_class_folders(tmp_path, c=c)
+    image = Image.fromarray(noise()).convert(mode)
+    image.save(tmp_path / "cat" / "x.pnm", format="PPM")
+    dataset, notes = load(tmp_path, folds=2)
+    read = dataset.train.images[dataset.train.files.index("cat/x.pnm")]
+    assert np.array_equal(read.permute(1, 2, 0).numpy(), np.array(image.convert("L" if c == 1 else mode)).reshape(6, 9, c))
+    assert len(dataset.train) == 13 and not notes
+
+
+def test_name_of_a_data_set_is_the_real_name_of_its_folder(tmp_path, monkeypatch):
+    (write_class_folders(tmp_path / "scans") / "cat" / "more").mkdir()
+    monkeypatch.chdir(tmp_path / "scans" / "cat")
+    assert data.folder("..", folds=2).spec.name == data.folder("../../scans", folds=2).spec.name == "scans"
+
+
 # Which images are test images
 
 
@@ -318,6 +349,22 @@ def test_parts_may_have_other_usual_names(tmp_path, names):
     assert dataset.train.files[0] == f"{names[0]}/cat/0.png" and dataset.test.open().files[0] == f"{names[1]}/cat/0.png"
     assert (dataset.val is None) == (len(names) == 2)
     assert "has training and test images of its own" in error_of(tmp_path, folds=3)
+
+
+def test_part_without_class_folders_is_named_with_what_to_do(tmp_path):
+    """Many downloads have labelled images in train/<class>, and others, whose class is not known, directly in test."""
+    for name in ("train", "val"):
+        write_class_folders(tmp_path / name)
+    train = f"load {tmp_path / 'train'} with folds= or test="
+    assert f"none named test; rename val to test, or {train})" in error_of(tmp_path)
+    write_class_folders(tmp_path, classes=("Test",))
+    message = error_of(tmp_path)
+    assert f"(Test has images, but no class folders; to use train alone, {train})" in message and "none named test" not in message
+    (tmp_path / "Test").rename(tmp_path / "class")
+    (tmp_path / "val").rename(tmp_path / "test")
+    (tmp_path / "train").rename(tmp_path / "other")
+    (tmp_path / "class").rename(tmp_path / "train")
+    assert f"(train has images, but no class folders; to use test alone, load {tmp_path / 'test'} with" in error_of(tmp_path)
 
 
 def test_two_folders_for_one_part_are_refused_unless_one_has_no_images(tmp_path):
@@ -817,6 +864,25 @@ def test_dicom_without_pydicom_names_the_extra(tmp_path, monkeypatch):
     assert "pip install 'smallvit[dicom]'" in error_of(tmp_path, folds=2)
 
 
+@pytest.mark.parametrize("kept", ["memory", "disk"])
+@pytest.mark.parametrize("file", ["first.dcm", "last.dcm", "first.tif", "last.tif"])
+def test_missing_package_is_no_broken_image(file, kept, tmp_path, cache, monkeypatch):
+    """Otherwise all images of a class could be left out, and the cache would leave them out also when the package is there."""
+    package = {".dcm": "pydicom", ".tif": "tifffile"}[Path(file).suffix]
+    top = write_class_folders(tmp_path / "top", classes=("goat", "horse"))
+    if package == "pydicom":
+        write_dicom(top / "goat" / file, noise(), "RGB")
+    else:
+        pytest.importorskip("tifffile").imwrite(top / "goat" / file, GENERATOR.integers(0, 65536, (6, 9, 3)).astype(np.uint16), photometric="rgb")
+    for old in (top / "goat").glob("?.png"):
+        old.rename(old.with_name(f"image_{old.name}"))
+    options = {"folds": 2, "pixels": "float", "skip_broken": True, "cache": kept}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, package, None)
+        assert f"needs the package {package}: pip install" in error_of(top, **options)
+    assert load(top, **options)[0].skipped == 0
+
+
 # Duplicates
 
 
@@ -929,6 +995,19 @@ def test_a_group_is_one_however_its_accents_are_stored(tmp_path):
     assert len(data.arrays(write_npz(tmp_path / "a.npz", groups=groups), folds=2).groups.unique()) == 4
 
 
+def test_spaces_around_the_name_of_a_group_do_not_matter(tmp_path):
+    groups = np.array([f"p{i // 4}" + " " * (i % 2) for i in range(20)])
+    assert len(data.arrays(write_npz(tmp_path / "a.npz", groups=groups), folds=2).groups.unique()) == 5
+
+
+@pytest.mark.parametrize("head", ['"file";"group, by patient"\n', '"cat/0.png";"Smith, ""Al"""\n', 'file;"group,\nof patients"\n'])
+def test_commas_in_quotes_do_not_separate_the_columns_of_groups(head, tmp_path):
+    top = write_class_folders(tmp_path)
+    lines = [f"{path.relative_to(top)};{i // 2}\n" for i, path in enumerate(sorted(top.glob("*/*.png")))]
+    (top / "groups.csv").write_text(head + "".join(lines["cat/0" in head :]))
+    assert len(data.folder(str(top), test=0.0, groups="groups.csv").groups.unique()) == (7 if "cat/0" in head else 6)
+
+
 def test_classes_of_the_parts_agree_however_their_accents_are_stored(tmp_path):
     for part, name in (("train", "\u00e9lan"), ("test", "e\u0301lan")):
         write_class_folders(tmp_path / "top" / part, classes=("zebra", name))
@@ -936,6 +1015,35 @@ def test_classes_of_the_parts_agree_however_their_accents_are_stored(tmp_path):
     test = dataset.test.open()
     for images in (dataset.train, test):
         assert {file.split("/")[1]: label for file, label in zip(images.files, images.labels.tolist())}["zebra"] == 0
+
+
+def test_folders_that_cannot_be_read_are_named_unless_they_are_not_used(tmp_path, monkeypatch):
+    for part in ("train", "test"):
+        write_class_folders(tmp_path / part)
+        write_class_folders(tmp_path / part / "cat", classes=("more",))
+    write_class_folders(tmp_path, classes=("lost+found",))
+    walk, iterdir, locked = os.walk, Path.iterdir, []
+
+    def walk_readable(top, onerror=None, **options):
+        for root, *names in walk(top, **options):
+            if Path(root).name not in locked:
+                yield root, *names
+            elif onerror is not None:
+                onerror(PermissionError(errno.EACCES, "Permission denied", root))
+
+    def iterdir_readable(folder):
+        if folder.name in locked:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return iterdir(folder)
+
+    monkeypatch.setattr(os, "walk", walk_readable)
+    monkeypatch.setattr(Path, "iterdir", iterdir_readable)
+    locked.append("lost+found")
+    assert len(load(tmp_path)[0].train) == 18
+    locked.append("more")
+    message = error_of(tmp_path)
+    assert f"{tmp_path / 'train' / 'cat' / 'more'} cannot be read (Permission denied); make it readable, or move it" in message
+    assert "more cannot be read" in error_of(tmp_path / "train", folds=2)
 
 
 def test_links_to_a_folder_above_are_not_followed(tmp_path):

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from smallvit.storage import cache_folder, locked, parse_json, remove_leftovers, temporary
 
-from .decode import read_image
+from .decode import MissingPackage, read_image
 from .files import size_and_times
 from .images import Rows
 from .notes import note
 
-FORMAT = 5  # of the files in the cache; increased when decoding changes
+FORMAT = 6  # of the files in the cache; increased when decoding changes
 FACTS = "facts.json"  # beside the pixels: the files that could not be read, and remarks
 MANY = 2_000  # files from which a progress bar is shown
 CONVERTED = "files in the color mode CMYK were converted to RGB"
@@ -80,7 +80,8 @@ def load_pixels(top: Path, files: Sequence[str], options: Options, cache: str | 
 
     Warns once if CMYK images were converted to RGB, and once if files have several pages, of which the first one is read.
 
-    Raises    ValueError for files that cannot be read or that differ in size or channels. All of them are listed.
+    Raises    ValueError for files that cannot be read or that differ in size or channels. All of them are listed. Also raises it
+              if a package is missing that a file needs, even with `skip_broken`.
     """
     first, shape = _first_shape(top, files, options)
     dtype = np.dtype(np.uint8 if options.pixels == "uint8" else np.float32)
@@ -111,6 +112,8 @@ def _first_shape(top: Path, files: Sequence[str], options: Options) -> tuple[str
     for index, file in enumerate(files):
         try:
             return file, read_image(top / file, options.size, options.mode, options.pixels, file).pixels.shape
+        except MissingPackage:
+            raise
         except ValueError as error:
             problems.append(Problem(index, str(error)))
     raise ValueError(f"{_broken_text(top, files, problems)}\nno image file can be read")
@@ -128,6 +131,8 @@ def _decode_all(
     def decode(index: int) -> tuple[Problem | None, list[str]]:
         try:
             pixels, mode, several = read_image(top / files[index], options.size, options.mode, options.pixels, files[index])
+        except MissingPackage:
+            raise
         except ValueError as error:
             return Problem(index, str(error)), []
         if pixels.shape != shape:

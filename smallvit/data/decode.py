@@ -23,6 +23,10 @@ PREVIEW_OR_MASK = 0b101  # its bits for an image of lower resolution and for a m
 LUMA = np.array([299, 587, 114], np.float32) / 1000  # ITU-R 601, with which Pillow converts RGB to gray
 
 
+class MissingPackage(ValueError):
+    """Raised if a package is missing that is needed to read an image. The image itself may be in order."""
+
+
 class Decoded(NamedTuple):
     """The pixels of an image file as an array (height, width, channels), the color mode of the file, such as "CMYK", and
     whether it is a TIFF file with several images, its pages.
@@ -48,7 +52,7 @@ def read_image(
     name    name of the image in error messages; None: its path
 
     Raises    ValueError for an unreadable file, more than 8 bits a channel with pixels="uint8", and transparency that the mode
-              cannot hold.
+              cannot hold; `MissingPackage`, which is a ValueError, too, if a package for this format is not installed.
     """
     name = name or (str(source) if isinstance(source, str | Path) else "the PIL image")
     image, several = _load(source, pixels, name)
@@ -241,7 +245,7 @@ def _read_tiff(file: Path, name: str) -> tuple[np.ndarray, bool]:
     try:
         import tifffile
     except ImportError as error:
-        raise ValueError(f"{name} needs the package tifffile: pip install 'smallvit[tiff]'") from error
+        raise MissingPackage(f"{name} needs the package tifffile: pip install 'smallvit[tiff]'") from error
     try:
         with tifffile.TiffFile(file) as tiff:
             page: Any = tiff.pages.first
@@ -287,7 +291,7 @@ def _read_dicom(file: Path, pixels: str, name: str) -> Any:
         from pydicom.pixels.processing import apply_color_lut
         from pydicom.pixels.utils import pixel_array
     except ImportError as error:
-        raise ValueError(f"{name} is a DICOM file and needs the package pydicom: pip install 'smallvit[dicom]'") from error
+        raise MissingPackage(f"{name} is a DICOM file and needs the package pydicom: pip install 'smallvit[dicom]'") from error
     from PIL import Image
 
     try:

@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -20,13 +21,13 @@ from .notes import note
 # the parts of a data set, each with the names that its folder may have
 PARTS = {"train": ("train", "training"), "test": ("test", "testing"), "val": ("val", "valid", "validation")}
 SUFFIXES = (
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".ppm", ".pgm", ".pbm", ".bmp", ".webp", ".gif", *TIFF, *DICOM,
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".ppm", ".pgm", ".pbm", ".pnm", ".bmp", ".webp", ".gif", *TIFF, *DICOM,
 )  # fmt: skip
 # suffixes of images that are not read: the user is told how many such files there are
 OTHER_IMAGES = (
     ".heic", ".heif", ".avif", ".jxl", ".jp2", ".j2k", ".svg", ".eps", ".pdf", ".psd", ".ico", ".tga", ".exr", ".hdr", ".npy",
     ".raw", ".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".rw2", ".nii", ".nrrd", ".mha", ".mhd", ".czi", ".lif",
-    ".nd2", ".svs", ".ndpi",
+    ".nd2", ".svs", ".ndpi", ".nii.gz", ".mpo", ".apng", ".dib",
 )  # fmt: skip
 HIDDEN = ("__MACOSX", "@eaDir")  # folders that macOS and network storage add
 EXPECTED = "expected train/<class>/*.png and test/<class>/*.png, or <class>/*.png with folds= or test="
@@ -62,8 +63,8 @@ def find_images(top: Path, unlabelled: Path | None = None) -> Found:
     Warns once about images with an unsupported suffix, about images outside of the class folders, and if all classes have the
     same subfolders, because these may be the classes.
 
-    Raises    ValueError if there are no classes, a class has no images, the parts have different classes, or the classes look
-              like parts of a data set.
+    Raises    ValueError if there are no classes, a class has no images, the parts have different classes, the classes look like
+              parts of a data set, or a folder in them cannot be read.
     """
     folders = find_parts(top, unlabelled)
     unlabelled = unlabelled and unlabelled.resolve()
@@ -75,9 +76,12 @@ def find_images(top: Path, unlabelled: Path | None = None) -> Found:
             raise ValueError(f"{top}: {EXPECTED} (there is no folder in {folder})")
         parts[part] = {}
         for label, name in enumerate(classes[part]):
-            files = _walk(folder / name, other)
+            unread = Counter()
+            files = _walk(folder / name, unread)
             if not files:
-                raise ValueError(f"{top}: {EXPECTED} (there are no images in {folder / name}; add some, or remove the folder)")
+                advice = unread_text(unread) or "add some, or remove the folder"
+                raise ValueError(f"{top}: {EXPECTED} (there are no images in {folder / name}; {advice})")
+            other += unread
             parts[part] |= {(file.relative_to(top)).as_posix(): label for file in files}
     first = classes[next(iter(parts))]
     for part, found in classes.items():
@@ -92,7 +96,9 @@ def find_images(top: Path, unlabelled: Path | None = None) -> Found:
         _check_subfolders(top, parts["pool"])
     else:
         further = [folder for folder in folders_in(top) if folder not in folders.values() and folder.resolve() != unlabelled]
-        outside += [file for folder in further for file in _walk(folder, Counter(), unlabelled)]
+        for folder in further:
+            with suppress(ValueError):  # a folder that cannot be read, such as lost+found, is not needed
+                outside += _walk(folder, Counter(), unlabelled)
     _warn_of_other_files(top, other, [file.relative_to(top).as_posix() for file in outside])
     return Found(top, tuple(first), parts)
 
@@ -112,10 +118,14 @@ def find_parts(top: Path, unlabelled: Path | None = None) -> dict[str, Path]:
         raise ValueError(f"{top}: {EXPECTED} (there is no such folder)")
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
     mixed: set[Path] = set()  # folders with images both in them and in subfolders
+    flat: dict[str, Path] = {}  # folders with the name of a part and with images, but not in subfolders
     for folder in folders_in(top):
         part = next((part for part, names in PARTS.items() if folder.name.lower() in names), None)
+        if part is None:
+            continue
         has_own = any(map(is_image, _files_in(folder)))
-        if part is None or (has_own and not any(map(_has_images, folders_in(folder)))):
+        if has_own and not any(map(_has_images, folders_in(folder))):
+            flat[part] = folder
             continue
         mixed |= {folder} if has_own else set()
         is_unlabelled = unlabelled is not None and folder.resolve() == unlabelled.resolve()
@@ -132,10 +142,13 @@ def find_parts(top: Path, unlabelled: Path | None = None) -> dict[str, Path]:
             raise ValueError(f"{top}: expected one folder of {part} images, got {names}; join them, or rename all but one")
     for part, other in (("train", "test"), ("test", "train")):
         if not found[part]:
-            raise ValueError(
-                f"{top}: {EXPECTED} (there is a folder {other}, but none named {part}; if {other} has all images, load "
-                f"{top / other} with folds= or test=)"
-            )
+            load = f"load {top / other} with folds= or test="
+            reason, advice = f"there is a folder {other}, but none named {part}", f"if {other} has all images, {load}"
+            if part in flat:
+                reason, advice = f"{flat[part].name} has images, but no class folders", f"to use {other} alone, {load}"
+            elif part == "test" and found["val"]:
+                advice = f"rename {found['val'][0].name} to test, or {load}"
+            raise ValueError(f"{top}: {EXPECTED} ({reason}; {advice})")
     return {part: folders[0] for part, folders in found.items() if folders}
 
 
@@ -216,7 +229,18 @@ def is_image(name: str) -> bool:
 
 def looks_like_image(name: str) -> bool:
     """Return whether a file name ends like that of an image, also of one that cannot be read."""
-    return name.lower().endswith((*SUFFIXES, *OTHER_IMAGES))
+    return is_image(name) or bool(unread_suffix(name))
+
+
+def unread_suffix(name: str) -> str:
+    """Return the suffix of a file name if it is that of an image that is not read, such as ".heic", otherwise an empty text."""
+    return next(filter(name.lower().endswith, OTHER_IMAGES), "")
+
+
+def unread_text(counts: Counter[str]) -> str:
+    """Return a text about images that are not read, or an empty one. `counts` is the number of files with each suffix."""
+    shown = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(counts.items()) if suffix)
+    return shown and f"files of these formats are not read: {shown}; convert them, for example to PNG"
 
 
 def _is_hidden(name: str) -> bool:
@@ -240,11 +264,16 @@ def visible_files(folder: Path) -> list[Path]:
 
 def _visible(folder: Path, skipped: Path | None = None) -> Iterator[tuple[str, list[str]]]:
     """Yield a folder and each visible folder below it, with the names of the visible files in it. The folder `skipped`, a path
-    without symbolic links, is left out, and so are links to a folder that contains them.
+    without symbolic links, is left out, and so are links to a folder that contains them. Raise ValueError for a folder that
+    cannot be read.
     """
+
+    def refuse(error: OSError):
+        raise ValueError(f"{error.filename} cannot be read ({error.strerror}); make it readable, or move it elsewhere") from error
+
     top = folder.resolve()
     above = {str(folder): {top, *top.parents}}  # the folders that contain the files of a folder
-    for root, folders, files in os.walk(folder, followlinks=True):
+    for root, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         containing = above.pop(root)
         real = {name: Path(root, name).resolve() for name in folders if not _is_hidden(name)}
         folders[:] = [name for name, path in real.items() if path != skipped and path not in containing]
@@ -263,10 +292,9 @@ def _walk(folder: Path, other: Counter, skipped: Path | None = None) -> list[Pat
     """
     found = []
     for root, names in _visible(folder, skipped):
-        for name in names:
-            suffix = Path(name).suffix.lower()
-            other[suffix] += suffix in OTHER_IMAGES
-            found += [(root, name)] * is_image(name)
+        images = [name for name in names if is_image(name)]
+        found += [(root, name) for name in images]
+        other.update(filter(None, map(unread_suffix, {*names} - {*images})))
     return [Path(root, name) for root, name in sorted(found)]
 
 
@@ -274,8 +302,8 @@ def _warn_of_other_files(top: Path, other: Counter, outside: list[str]):
     """Warn about images that are not used. `other` counts files by unsupported suffix, and `outside` are images outside of the
     class folders.
     """
-    if unread := [f"{count:,} {suffix}" for suffix, count in sorted(other.items()) if count]:
-        note(f"{top}: files of these formats are not read: {', '.join(unread)}; convert them, for example to PNG")
+    if unread := unread_text(other):
+        note(f"{top}: {unread}")
     if outside:
         note(f"{top}: images outside of the class folders are not used: {listed(sorted(outside))}")
 
@@ -319,7 +347,7 @@ def groups_in_file(files: list[str], table: Path, known: list[str]) -> list[str]
     except (OSError, UnicodeDecodeError) as error:
         expected = "expected a CSV file in UTF-8 with the columns file, group, its path relative to the folder of images"
         raise ValueError(f"groups={str(table)!r} cannot be read ({error}); {expected}") from error
-    head = text.partition("\n")[0]
+    head = re.sub('"[^"]*"', "", text).partition("\n")[0]  # the first line, without what is in quotes
     separator = ";" if ";" in head and "," not in head else ","
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     rows, begin = [], 1  # the first line of the next row

@@ -148,7 +148,8 @@ def folder(
     kept = [i for i in loaded.kept if i < labelled]
     if skip_broken:
         names = group_names([files[i] for i in kept])
-    spec = unnormalized(top.name, found.classes, loaded.images.shape, digits, DTYPES[pixels])
+    name = (top.resolve() if top.name == ".." else top).name
+    spec = unnormalized(name, found.classes, loaded.images.shape, digits, DTYPES[pixels])
     no_labels = torch.zeros(len(loaded.kept) - len(kept), dtype=torch.int64)
     everything = Images(loaded.images, torch.cat([found.labels[kept], no_labels]), spec, tuple(files[i] for i in loaded.kept))
     images = everything.take(slice(len(kept)))
@@ -293,7 +294,7 @@ def arrays(
         if groups.shape not in ((len(images),), (len(images), 1)) or groups.dtype.kind not in "iuU":
             expected = f"expected {len(images)} integers or texts"
             raise ValueError(f"{file.name}, groups: {expected}, got {groups.dtype} {groups.shape}")
-        names = [composed(name) for name in groups.ravel().tolist()] if groups.dtype.kind == "U" else groups.ravel()
+        names = [composed(name.strip()) for name in groups.ravel().tolist()] if groups.dtype.kind == "U" else groups.ravel()
         groups = torch.from_numpy(np.unique(names, return_inverse=True)[1].astype(np.int64))
     return _with_unlabelled(Dataset.from_pool(images, groups, folds=folds, test=test), found, pixels)
 
