@@ -169,6 +169,17 @@ def test_labels_of_any_type(digits):
     assert [*fitted.classes_] == sorted({*names}) and fitted.predict(X[:1])[0] in names
     assert np.array_equal(fitted.predict_proba(X), numbered.predict_proba(X))
     assert fitted.score(X, names) == np.mean(fitted.predict(X) == names)
+    for other in (y > 4, np.datetime64("2020-01-01") + y, y.astype(float)):
+        fitted = classifier(steps=1).fit(X, other)
+        assert fitted.classes_.dtype == other.dtype and {*fitted.predict(X).tolist()} <= {*other.tolist()}
+    with pytest.raises(ValueError, match="Unknown label type"):
+        classifier(steps=1).fit(X, y.astype(object))
+
+
+def test_floats_that_leave_0_to_1_by_rounding_are_pixels(digits):
+    X, y = digits
+    exact, rounded = (classifier(rescale=False, steps=1).fit(pixels, y) for pixels in (X / 16, X / 16 * (1 + 1e-7) - 1e-8))
+    assert np.array_equal(exact.predict_proba(X / 16), rounded.predict_proba((X / 16).clip(1e-7) + 1e-7))
 
 
 def test_values_outside_those_of_training_are_clipped(digits):
@@ -197,7 +208,9 @@ def test_wrong_images_and_labels_are_refused(digits):
         ({"image_shape": "88"}, X, y, "image_shape is '88'; expected"),
         ({}, X[:4], np.array(["a", 1, "b", 2], dtype=object), r"labels of types that cannot be sorted together \(int, str\)"),
         ({"image_shape": (64,)}, X, y, r"expected \(height, width\)"),
-        ({}, X, np.zeros(300), "y has 1 class"),
+        ({}, X, np.zeros(300), "y has 1 class, 0.0; expected"),
+        ({}, X, np.full(300, "a"), "y has 1 class, 'a'; expected"),
+        ({"rescale": False}, X / 16 + 1e-5, y, r"values from 1e-05 to 1 of type float64; expected uint8, or floats in \[0, 1\]"),
         ({"run": "quickstart"}, X, y, "run is 'quickstart'; expected a smallvit.Run"),
         ({"steps": 0}, X, y, "trains no classifier"),
         ({"run": DIGITS.vary(early_stop=1, val=0)}, X, y, "early_stop=1 needs validation images"),

@@ -259,6 +259,23 @@ def test_test_images_that_repeat_training_or_validation_images_are_counted_witho
     assert dataset(random_images(5)).repeats == 0 and dataset(random_images(5), val=random_images(5)[:2]).repeats == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"test": None}, r"own: expected the splits train, test and, if there is one, val, got \['train'\]"),
+        ({"train": None}, r"got \['test'\]"),
+        ({"valid": "test"}, r"got \['train', 'test', 'valid'\]"),
+        ({"test": (np.zeros((2, 6, 5), np.uint8), [0, 1])}, "own, test labels: expected a numpy array, got a list; use np.asarray"),
+        ({"train": (torch.zeros(2, 6, 5), np.arange(2))}, "own, train images: expected a numpy array, got a Tensor; use np.asarray"),
+    ],
+)
+def test_arrays_of_other_kinds_and_missing_parts_are_refused(changes, message):
+    part = np.zeros((2, 6, 5), np.uint8), np.arange(2)
+    splits = {"train": part, "test": part} | {name: part if given == "test" else given for name, given in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        data.Dataset.from_arrays("own", {name: given for name, given in splits.items() if given is not None}, ("a", "b"))
+
+
 def test_two_classes_with_the_same_name_are_refused():
     splits = dict.fromkeys(("train", "test"), (np.full((4, 2, 2), 9, np.uint8), np.arange(4) % 2))
     with pytest.raises(ValueError, match=r"own: expected another name for each class, got \['cat', 'cat'\]"):
@@ -726,10 +743,13 @@ def test_dictionary_with_missing_or_unknown_fields_is_refused(values, message):
         (torch.zeros(2, 3, 8, 8), r"shape \(2, 3, 8, 8\); expected \(1, 8, 8\)"),
         (torch.zeros(1, 8, 8, dtype=torch.int64), "int64; expected uint8, or floats"),
         (np.zeros((8, 8), bool), "bool; expected uint8, or floats"),
-        (np.zeros((8, 8), object), "object; expected uint8, or floats"),
+        (np.zeros((8, 8), object), "array of texts or objects .object.; expected pixels"),
         (torch.full((1, 8, 8), -0.4), r"from -0.4 to -0.4; .*normalized already.*pixels in \[0, 1\]"),
         (torch.full((1, 8, 8), 2.8), "normalized already"),
-        (np.full((8, 8), np.nan), "from nan to nan"),
+        (np.full((8, 8), np.nan), "NaN or infinite values; expected finite floats"),
+        (torch.full((1, 8, 8), -np.inf), "NaN or infinite values; expected finite floats"),
+        (np.array(["one.png", "two.png"]), r"got an array of texts or objects .<U7.; expected pixels; if it holds paths, pass a list: array.tolist\(\)"),
+        (np.array([Path("one.png")], object), r"got an array of texts or objects .object.; expected pixels; if it holds paths, pass a list: array.tolist"),
         (np.full((8, 8), 255.0), "from 255 to 255; pass uint8"),
         (SIXTEEN_BITS, "PIL image is I;16: expected 8-bit gray"),
         (Image.new("LA", (8, 8)), "PIL image is transparent in places"),

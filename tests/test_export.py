@@ -56,7 +56,7 @@ from smallvit import (
     share,
 )
 from smallvit.__main__ import main
-from smallvit.deploy.onnx import PixelsToProbabilities, description, onnx_file, quiet
+from smallvit.deploy.onnx import PixelsToProbabilities, check_target, description, onnx_file, quiet
 from smallvit.deploy.resize import pil_orders_passes, resize_bytes
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -280,6 +280,15 @@ def test_torch_export_file_gives_the_same_probabilities(tmp_path):
 
 
 @pytest.mark.slow
+def test_home_folder_in_the_name_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    export(trained_vit(image=(8, 8), depth=1), "~/model.pt2")
+    assert (tmp_path / "model.pt2").is_file()
+    (tmp_path / "folder.pt2").mkdir()
+    with pytest.raises(ValueError, match="folder.pt2 is a folder; expected the name of a file"):
+        check_target("~/folder.pt2")
+
+
 def test_ensemble_is_exported_as_its_mean(tmp_path):
     models = [trained_vit(), trained_vit(tokenizer=partial(PatchEmbed, patch=8))]
     export(Ensemble(models), tmp_path / "m.onnx", resize=False)

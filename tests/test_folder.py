@@ -707,6 +707,23 @@ def test_prediction_on_files_gives_exactly_the_training_pixels(tmp_path, options
     assert (preprocess.pixels(sixteen) - train.pixels()).abs().max() < 1e-5
 
 
+def test_home_folder_in_the_path_of_an_image(tmp_path, monkeypatch):
+    home, here = write_class_folders(tmp_path / "home"), tmp_path / "here"
+    (here / "~").mkdir(parents=True)
+    (home / "cat" / "0.png").rename(home / "0.png")
+    (home / "cat" / "1.png").rename(here / "~$1.png")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    preprocess = Preprocess(size=(6, 9), channels=3, mean=(0.0,) * 3, std=(1.0,) * 3, classes=("a", "b"))
+    found = preprocess.pixels(home / "0.png")
+    assert torch.equal(preprocess.pixels("~/0.png"), found) and torch.equal(preprocess.pixels([Path("~/0.png")]), found)
+    with pytest.raises(ValueError, match=f"{home / 'cat'} is a folder or a pattern"):
+        preprocess.pixels("~/cat")
+    (home / "dog" / "0.png").rename(here / "~" / "0.png")
+    assert not torch.equal(preprocess.pixels("~/0.png"), found), "a folder that is really called ~"
+    assert preprocess.pixels("~$1.png").shape == (1, 3, 6, 9)
+
+
 def test_preprocess_of_older_records_has_no_dtype_and_others_may_hold_any_float():
     old = {"size": [2, 2], "channels": 1, "mean": [0.0], "std": [1.0], "classes": ["a", "b"]}
     assert Preprocess.from_dict(old).dtype == "uint8" and Preprocess.from_dict(old).to_dict() == old
@@ -960,6 +977,9 @@ def test_archives_without_a_test_part_are_split(tmp_path):
         ({"labels": np.zeros((20, 14), int)}, r"one integer for each image, got 14 labels \(multi-label\), such as .*ChestMNIST.*labels\[:, 0\]"),
         ({"images": np.zeros((20, 28, 28, 28), np.uint8)}, "3-D volumes, such as those of OrganMNIST3D"),
         ({"images": np.zeros((20, 28, 28, 28, 3), np.uint8)}, "3-D volumes"),
+        ({"labels": np.eye(2, dtype=int)[np.arange(20) % 2]}, r"all labels: .* got one-hot labels of 2 classes; save labels.argmax\(1\)"),
+        ({"labels": np.eye(3)[np.arange(20) % 3]}, r"got one-hot labels of 3 classes; save labels.argmax\(1\)"),
+        ({"labels": np.eye(2)[np.arange(20) % 2] * 2}, r"got 2 labels \(multi-label\)"),
         ({"groups": np.zeros(3, int)}, "groups: expected 20 integers or texts"),
         ({"groups": np.zeros(20)}, "groups: expected 20 integers or texts, got float64"),
         ({"labels": None}, "leave it out|has no"),

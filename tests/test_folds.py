@@ -206,6 +206,11 @@ def test_groups_and_identical_images_stay_on_one_side_of_the_folds_of_a_part():
     assert {whole.at_seed(seed).repeats for seed in range(6)} == {0} and len(whole.groups.unique()) == 60
 
 
+def test_number_of_folds_may_be_a_numpy_integer():
+    dataset = pool([0, 1] * 10, folds=np.int64(5))
+    assert type(dataset.folds) is type(dataset.at_seed(0).fold.folds) is int and dataset.folds == 5
+
+
 @pytest.mark.parametrize(
     ("counts", "options", "message"),
     [

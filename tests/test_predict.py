@@ -4,6 +4,7 @@ import csv
 import os
 import re
 import shlex
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,6 +135,19 @@ def test_home_folder_in_a_quoted_pattern_is_found(images, monkeypatch):
     assert ignored_files(["~/images"]) == {".txt": 1}
 
 
+def test_folders_that_match_a_pattern_are_searched(images, monkeypatch):
+    (images / "notes.txt").touch()
+    (images / "more" / "table.csv").touch()
+    for pattern in (images / "*", images.parent / "im*"):
+        found = find_files([str(pattern)])
+        assert {str(images / "0.png"), str(images / "more" / "9.png")} < {*found} and len(found) == len({*found})
+        assert len(found) == 10 + (pattern.name == "*"), "a file that matches itself is kept, whatever it is called"
+    assert ignored_files([str(images / "*")]) == {".csv": 1}
+    assert ignored_files([str(images), str(images / "notes.txt")]) == {".csv": 1}
+    everything = find_files([str(images / "**")])
+    assert len(everything) == len({*everything}) == 12 and not ignored_files([str(images / "**")])
+
+
 def test_other_spellings_of_a_path_mean_the_same_file(images, monkeypatch):
     monkeypatch.chdir(images.parent)
     found = find_files(["images/3.png", "./images", str(images), "images/more/../3.png"])
@@ -145,6 +159,38 @@ def test_text_without_images_is_an_error(name, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="expected image files, folders with images, or patterns"):
         find_files([str(tmp_path / name)])
+
+
+def test_empty_text_is_no_folder(images, monkeypatch):
+    """An unset variable, as in predict RUN "$DIR", must not stand for the current folder."""
+    monkeypatch.chdir(images)
+    with pytest.raises(ValueError, match="an empty text is no file, no folder and no pattern of which a file exists; expected image"):
+        find_files([""])
+
+
+def test_formats_that_are_not_read_are_named_if_there_are_no_images(tmp_path):
+    for name in ("a.heic", "b.heic", "c.nii.gz", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "more").mkdir()
+    unread = r"has no images \(files of these formats are not read: 2 .heic, 1 .nii.gz; convert them, for example to PNG\); expected"
+    with pytest.raises(ValueError, match=unread):
+        find_files([str(tmp_path)])
+    with pytest.raises(ValueError, match=r"mor\* has no images; expected image files"):
+        find_files([str(tmp_path / "mor*")])
+
+
+def test_missing_package_is_no_broken_file(arm, images, monkeypatch):
+    (images / "x.dcm").write_bytes(b"DICM")
+    monkeypatch.setitem(sys.modules, "pydicom", None)
+    with pytest.raises(ValueError, match=r"x.dcm is a DICOM file and needs the package pydicom: pip install 'smallvit\[dicom\]'"):
+        predict_files(load(arm / "seed0"), find_files([str(images)]), skip_broken=True)
+
+
+def test_table_in_a_tsv_file_is_separated_by_tabs(arm, images, tmp_path):
+    for name in ("one.tsv", "two.TSV", "three.csv"):
+        assert main(["predict", str(arm / "seed0"), str(images), "-o", str(tmp_path / name)]) == 0
+    tables = [(tmp_path / name).read_text() for name in ("one.tsv", "two.TSV", "three.csv")]
+    assert tables[0] == tables[1] == tables[2].replace(",", "\t") and tables[0].startswith("file\tclass\tp_0\t")
 
 
 def test_unreadable_files_are_listed_together(arm, images, tmp_path, capsys):
@@ -190,6 +236,17 @@ def test_ensemble_is_the_mean_of_the_probabilities(arm, images, tmp_path):
     assert main(["predict", str(arm), *files, "--ensemble", "-o", str(tmp_path / "out.csv")]) == 0
     table = rows((tmp_path / "out.csv").read_text())
     assert np.allclose([[float(row[f"p_{c}"]) for c in ensemble.classes] for row in table], expected, atol=1e-5)
+
+
+def test_what_is_no_folder_of_runs_says_what_python_takes(arm, monkeypatch):
+    monkeypatch.setenv("HOME", str(arm.parent))
+    assert len(load_all(f"~/{arm.name}").models) == len(load_all([f"~/{arm.name}/seed0", arm / "seed1"]).models) == 2
+    with pytest.raises(ValueError, match="no folder quickstart:\\+SPT; expected the folder of a finished run \\(on the command line also RECIPE:ARM\\)"):
+        load_all("quickstart:+SPT")
+    model = load(arm / "seed0")
+    for given in (model, [model], [arm / "seed0", model]):
+        with pytest.raises(ValueError, match=r"got a TrainedModel; expected folders of runs; for models that are loaded already, use Ensemble\("):
+            load_all(given)
 
 
 def test_models_of_other_pixels_are_no_ensemble(arm):

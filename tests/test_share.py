@@ -267,6 +267,13 @@ def test_folder_that_is_not_empty_is_refused(runs, tmp_path):
         share(runs / "seed0", tmp_path)
 
 
+def test_home_folder_in_the_names_of_folders(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs").symlink_to(runs)
+    assert share("~/runs/seed0", "~/shared") == str(tmp_path / "shared")
+    assert load("~/shared").record.fingerprint == load("~/runs/seed0").record.fingerprint
+
+
 def test_folder_cannot_be_private(runs, tmp_path):
     with pytest.raises(ValueError, match=r"and .*shared is a folder; leave it out"):
         share(runs / "seed0", tmp_path / "shared", private=True)

@@ -167,6 +167,15 @@ def test_run_cannot_be_scored_without_test_images(tmp_path, monkeypatch):
     assert (tmp_path / "finished" / RECORD).read_bytes() == before and not list((tmp_path / "out").rglob(RECORD))
 
 
+def test_one_group_for_each_class_leaves_no_validation_images_and_the_error_says_so(tmp_path):
+    labels = np.arange(40) % 2
+    np.savez(tmp_path / "own.npz", images=np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8), labels=labels, groups=labels)
+    run = SHORT.vary(data=partial(arrays, path=str(tmp_path / "own.npz"), test=0.0), labels=None, val=5, early_stop=2)
+    words = "early_stop=2 needs validation images, and val=5 leaves none; set val > 0, with training images of at least 2 groups .without groups, 2 images. in each class"
+    with pytest.raises(ValueError, match=words):
+        fit(run, tmp_path / "run", validation_only=True)
+
+
 def test_probes_of_a_validation_only_run_are_recorded(tmp_path):
     record = fit(SHORT.vary(steps=0, evaluators=(linear_probe, knn)), tmp_path, validation_only=True)
     assert record.probes[:2] == ["linear_probe", "knn_1"] and record.chosen_on_val["labels"] == 40
@@ -193,6 +202,15 @@ def test_settings_of_an_arm_are_counted_over_all_runs_on_these_test_images(tmp_p
     assert len(lines) == 11 and {line["data"] for line in lines} == {digits().test.sha256}, "9 runs, 2 of which train another"
     assert lines[2]["labels"] == 60 and [line["seed"] for line in lines[:2]] == [0, 1]
     assert {line["arm"] for line in lines} == {"a", "b", "init of a"}
+
+
+def test_home_folder_in_the_paths_of_fit(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    earlier = SHORT.vary(steps=1)
+    fit(earlier, "~/earlier")
+    record = fit(SHORT.vary(init=earlier, steps=1), "~/run", init="~/earlier", reads="~/reads.jsonl")
+    assert fit(SHORT.vary(init=earlier, steps=1), tmp_path / "run") == record and record.test_settings == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"earlier", "run", "reads.jsonl", ".reads.jsonl.lock"}
 
 
 def test_without_the_file_and_without_a_read_nothing_is_counted(tmp_path):

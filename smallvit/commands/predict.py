@@ -20,8 +20,9 @@ BAR = 200  # a progress bar is shown for so many files; fewer are fast, and a no
 
 
 def main(options: argparse.Namespace) -> int:
-    """Predict the classes of image files with a trained model, and print a table in CSV format or write it to a file. `options`
-    are the arguments of the command line. Return the exit status 0.
+    """Predict the classes of image files with a trained model, and print a table in CSV format or write it to a file. In a file
+    whose name ends in .tsv, tabs separate the columns. `options` are the arguments of the command line. Return the exit status
+    0.
     """
     from tqdm import tqdm
 
@@ -45,7 +46,8 @@ def main(options: argparse.Namespace) -> int:
         predictions = predict_files(model, files, skip_broken=options.skip_broken, watch=bar.update)
     for reason in predictions.broken.values():
         print(f"skipped: {reason}", file=sys.stderr)
-    text = table(predictions, model.classes)
+    separator = "\t" if (options.output or "").lower().endswith(".tsv") else ","
+    text = table(predictions, model.classes, separator=separator)
     content = text.encode("utf-8", "surrogateescape")
     if options.output in (None, "-"):
         if sys.stdout.isatty() or not hasattr(sys.stdout, "buffer"):  # such as that of a notebook

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
@@ -207,8 +208,11 @@ class Dataset:
         the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`, `pixels` as in `arrays`. With
         `warn=True`, warns about identical images in different splits and about identical images with different labels.
 
-        Raises    ValueError for fewer than 2 classes, or naming the split whose images or labels do not fit.
+        Raises    ValueError for fewer than 2 classes, for missing and unknown splits, or naming the split whose images or labels
+                  do not fit.
         """
+        if not {"train", "test"} <= splits.keys() <= {"train", "test", "val"}:
+            raise ValueError(f"{name}: expected the splits train, test and, if there is one, val, got {[*splits]}")
         tensors = {split: to_pixels(images, f"{name}, {split} images", pixels) for split, (images, _) in splits.items()}
         spec = unnormalized(name, classes, tensors["train"].shape, digits, DTYPES[pixels])
         images = {split: as_images(tensors[split], labels, spec, split) for split, (_, labels) in splits.items()}
@@ -266,7 +270,7 @@ class Dataset:
             spec = with_moments(images.spec, images)
             images = images.with_spec(spec)
             no_images = HeldOut(images.take(slice(0)))
-            whole = cls(spec, images, no_images, folds=folds, pool_index=pool_index, groups=groups, skipped=skipped)
+            whole = cls(spec, images, no_images, folds=int(folds), pool_index=pool_index, groups=groups, skipped=skipped)
             whole._divisions[0] = first
             return whole
         is_test = held_out_part(images.labels, groups, test, images.spec)
@@ -409,6 +413,7 @@ def as_images(pixels: Tensor, labels: np.ndarray, spec: DataSpec, part: str) -> 
     Raises    ValueError if the labels are no integers, one for each image, or if pixels or labels do not fit the description.
     """
     n = len(pixels)
+    check_is_array(labels, f"{spec.name}, {part} labels")
     if labels.dtype.kind not in "iu" or labels.shape not in ((n,), (n, 1)):
         raise ValueError(f"{spec.name}, {part} labels: expected {n} integers, got {labels.dtype} {labels.shape}")
     try:
@@ -417,11 +422,18 @@ def as_images(pixels: Tensor, labels: np.ndarray, spec: DataSpec, part: str) -> 
         raise ValueError(f"{spec.name}, {part}: {error}") from error
 
 
+def check_is_array(array: Any, name: str):
+    """Raise ValueError for what is no numpy array. `name` describes it in the error message."""
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name}: expected a numpy array, got a {type(array).__name__}; use np.asarray")
+
+
 def to_pixels(array: np.ndarray, name: str, pixels: str = "uint8") -> Tensor:
     """Return images as a tensor (n, c, h, w). `array` is a numpy array (n, h, w) or (n, h, w, c), and `name` describes it in
     error messages. With `pixels="uint8"` the result is uint8, from uint8 or from floats in [0, 1], which are rounded. With
     "float" it is float32: 8 and 16 bits are divided by 255 and 65535, and floats keep their values.
     """
+    check_is_array(array, name)
     array = array[..., None] if array.ndim == 3 else array
     if array.ndim != 4 or array.shape[-1] not in (1, 3, 4) or not array.size:
         raise ValueError(f"{name}: expected n h w or n h w c with 1, 3 or 4 channels and at least one image, got {array.shape}")

@@ -6,6 +6,7 @@ side of a split. Without groups, every image is a group of its own.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -42,9 +43,9 @@ def balanced_split(
     The number `seed` and the text `stream`, the name of a random stream, determine the order.
 
     The order of the classes, and of the images within a class, is random. The held-out images are the last ones of each class.
-    With `groups`, the group number of each image, whole groups are held out instead, and their number of images is as close to
-    `held_out` as the sizes of the groups allow. With `keep_one`, one image of each class is never held out, so that the second
-    part may be smaller than `held_out`.
+    With `groups`, the group number of each image, whole groups are held out instead, which `choose_groups` chooses, so that the
+    number of their images may differ from `held_out`. With `keep_one`, one image of each class is never held out, so that the
+    second part may be smaller than `held_out`.
     """
     index = random_order(len(labels), seed, stream)
     label = labels[index]
@@ -73,14 +74,15 @@ def random_order(count: int, seed: int, stream: str) -> Tensor:
 
 
 def choose_groups(labels: Tensor, groups: Tensor, wanted: Tensor, seed: int, stream: str) -> Tensor:
-    """Choose whole groups at random so that the number of images of each class is as close as possible to `wanted`. Return a
-    boolean tensor with one value for each image: True for the images of the chosen groups.
+    """Choose whole groups at random so that the number of images of each class comes close to `wanted`; other groups may come
+    closer. Return a boolean tensor with one value for each image: True for the images of the chosen groups.
 
     labels, groups  class and group number of each image
     wanted          number of images of each class to choose; a class of which some are wanted gets at least one if possible
     seed, stream    the random seed, and the name of the random stream
 
-    The groups are visited in random order. A group is chosen if it brings the numbers closer to `wanted`. At least one group of
+    The groups are visited once, in random order. A group is chosen if it brings the numbers closer to `wanted`. If a class of
+    which images are wanted then has none, because its groups are large, the smallest of them is chosen. At least one group of
     each class is never chosen.
     """
     numbers, group = np.unique(groups.numpy(), return_inverse=True)
@@ -146,7 +148,7 @@ def first_folds(
     spec            description of the data set
     test            the share of all images that these images are, if they are a held-out part; otherwise None
     """
-    if type(folds) is not int or folds < 2:
+    if not isinstance(folds, Integral) or isinstance(folds, bool) or folds < 2:
         raise ValueError(f"folds={folds!r}; expected a number of folds of at least 2, such as folds=5")
     _check_class_sizes(labels, groups, folds, f"folds={folds}", spec, test)
     return draw_folds(labels, groups, folds, 0, len(spec.classes))

@@ -353,8 +353,8 @@ def _check_values(images: Images, array: np.ndarray):
 
 
 def _check_kind(name: str, images: np.ndarray, labels: np.ndarray, part: str):
-    """Raise ValueError for 3-D volumes and for several labels an image, which some sets of MedMNIST have. `name` is that of the
-    archive, and `part` that of its part.
+    """Raise ValueError for 3-D volumes and for several labels an image, which some sets of MedMNIST have, and for one-hot
+    labels. `name` is that of the archive, and `part` that of its part.
     """
     if images.ndim == 5 or (images.ndim == 4 and min(images.shape[1:]) > 4):
         raise ValueError(
@@ -363,6 +363,11 @@ def _check_kind(name: str, images: np.ndarray, labels: np.ndarray, part: str):
             "images[:, images.shape[1] // 2]"
         )
     if labels.ndim == 2 and labels.shape[1] > 1:
+        if np.isin(labels, (0, 1)).all() and (labels.sum(1) == 1).all():
+            raise ValueError(
+                f"{name}, {part} labels: expected one integer for each image, got one-hot labels of {labels.shape[1]} classes; "
+                "save labels.argmax(1)"
+            )
         raise ValueError(
             f"{name}, {part} labels: expected one integer for each image, got {labels.shape[1]} labels "
             "(multi-label), such as those of ChestMNIST; save one column as the labels, for example labels[:, 0]"

@@ -117,6 +117,7 @@ class Preprocess:
                 raise ValueError("expected at least one image, got an empty list")
             return torch.cat([self.pixels(image) for image in images])
         is_path = isinstance(images, str | Path)
+        images = os.path.expanduser(images) if is_path and not os.path.exists(images) else images
         if is_path and (os.path.isdir(images) or ("*" in str(images) and not os.path.exists(images))):
             raise ValueError(
                 f"{images} is a folder or a pattern; expected image files: pass a list of them, such as "
@@ -133,6 +134,9 @@ class Preprocess:
             shapes, is_float = [(c, h, w)], images.is_floating_point()
         else:
             raise ValueError(f"got {type(images).__name__}; expected paths, PIL images, numpy arrays or torch tensors")
+        if isinstance(images, np.ndarray) and images.dtype.kind in "OSU":
+            text = "expected pixels; if it holds paths, pass a list: array.tolist()"
+            raise ValueError(f"got an array of texts or objects ({images.dtype}); {text}")
         shape = tuple(images.shape)
         if 0 in shape or (shape not in shapes and shape[1:] not in shapes):
             raise ValueError(
@@ -154,9 +158,9 @@ class Preprocess:
             if float(pixels.max()) == 1:
                 note(f"got images whose largest pixel is 1 of {scale}, so they are nearly black; pass floats for 0 and 1")
             return pixels / scale
+        if not pixels.isfinite().all():
+            raise ValueError("got pixels with NaN or infinite values; expected finite floats")
         if self.dtype == "float32":
-            if not pixels.isfinite().all():
-                raise ValueError("got pixels with NaN or infinite values; expected finite floats")
             return pixels
         low, high = (float(value) for value in pixels.aminmax())
         if not (low >= 0 and high <= 1):

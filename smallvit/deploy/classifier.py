@@ -23,6 +23,7 @@ from smallvit.train.loop import Training, train
 from smallvit.train.trained_model import save_weights, trains_classifier
 
 PREDICTED_TOGETHER = 256  # images in one forward pass
+ROUNDING = 1e-6  # how far pixels may leave [0, 1]: the 256 levels to which they are rounded are the same
 
 
 class SmallViTClassifier(ClassifierMixin, BaseEstimator):
@@ -32,8 +33,9 @@ class SmallViTClassifier(ClassifierMixin, BaseEstimator):
         cross_val_score(classifier, *load_digits(return_X_y=True))
 
     `X` holds images (n, height, width) or (n, height, width, channels), or one row for each image, (n, features), which is
-    reshaped. Pixels are bytes (uint8) or floats in [0, 1]; training and prediction round floats to 256 levels. Labels may be of
-    any type. The training code is that of `smallvit.fit`. No file is left behind.
+    reshaped. Pixels are bytes (uint8) or floats in [0, 1]; training and prediction round floats to 256 levels. Labels are
+    texts, whole numbers, truth values or dates; an array of the type object may hold texts only, as in scikit-learn. The
+    training code is that of `smallvit.fit`. No file is left behind.
 
     All images of `X` are training images with labels: `labels` and `data` of the run are not used. A run with `early_stop` sets
     aside validation images from `X`, as many as its `val` says; identical images stay on one side. Earlier runs that the run
@@ -91,7 +93,7 @@ class SmallViTClassifier(ClassifierMixin, BaseEstimator):
             kinds = ", ".join(sorted({type(label).__name__ for label in np.ravel(y)}))
             raise ValueError(f"y has labels of types that cannot be sorted together ({kinds}); expected one type") from error
         if len(self.classes_) < 2:
-            raise ValueError(f"y has 1 class, {self.classes_[0]!r}; expected images of at least 2 classes")
+            raise ValueError(f"y has 1 class, {self.classes_.tolist()[0]!r}; expected images of at least 2 classes")
         self.image_shape_ = whole_shape(X.shape[1], shape, self.image_shape)
         self.range_ = (float(X.min()), float(X.max())) if self.rescale else None
         self.run_ = self._settings()
@@ -152,7 +154,7 @@ class SmallViTClassifier(ClassifierMixin, BaseEstimator):
         if self.range_ is not None:
             low, high = self.range_
             X = ((X - low) / (high - low or 1.0)).clip(0, 1)
-        elif X.dtype != np.uint8 and not (X.min() >= 0 and X.max() <= 1):
+        elif X.dtype != np.uint8 and not (X.min() >= -ROUNDING and X.max() <= 1 + ROUNDING):
             raise ValueError(
                 f"X has values from {X.min():.4g} to {X.max():.4g} of type {X.dtype}; expected uint8, or floats in [0, 1]; "
                 "SmallViTClassifier(rescale=True) scales other values"

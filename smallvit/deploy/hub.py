@@ -69,6 +69,7 @@ def written_files(
         from .onnx import check_packages
 
         check_packages()
+    run = Path(run).expanduser()
     trained = load(run)
     trained.check_classes()
     if foreign := custom_components(trained.record.run):
@@ -77,12 +78,12 @@ def written_files(
             "recipe file instead, or export the model to ONNX (smallvit export)"
         )
     if not str(target).startswith(HUB):
-        folder = Path(target)
+        folder = Path(target).expanduser()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder} exists and is not an empty folder; choose another name, or remove it")
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".", dir=folder) as temporary:  # an error leaves the folder empty
-            write_folder(trained, Path(run), Path(temporary), records, license, onnx, f"path/to/{folder.name}")
+            write_folder(trained, run, Path(temporary), records, license, onnx, f"path/to/{folder.name}")
             yield Path(temporary)
         return
     name = str(target).removeprefix(HUB)
@@ -90,7 +91,7 @@ def written_files(
         raise ValueError(f"got the address {str(target)!r}; expected {HUB}user/name")
     with TemporaryDirectory() as temporary:
         folder = Path(temporary, "shared")
-        write_folder(trained, Path(run), folder, records, license, onnx, str(target))
+        write_folder(trained, run, folder, records, license, onnx, str(target))
         yield folder
 
 
@@ -100,9 +101,10 @@ def deliver(folder: Path, target: str | Path, private: bool) -> str:
     """
     if str(target).startswith(HUB):
         return upload(folder, str(target).removeprefix(HUB), private)
+    target = Path(target).expanduser()
     for file in folder.iterdir():
-        file.replace(Path(target, file.name))
-    return str(Path(target))
+        file.replace(target / file.name)
+    return str(target)
 
 
 def upload(folder: Path, name: str, private: bool) -> str:

@@ -94,7 +94,7 @@ def export(classifier: ImageClassifier, path: str | Path, *, resize: bool | None
             f"got a {type(classifier).__name__}; expected a trained model, such as smallvit.load(folder); a SmallViTClassifier "
             "cannot be exported: save it with joblib, or train its run with smallvit.fit and load that"
         )
-    path, preprocess = Path(path), classifier.preprocess
+    path, preprocess = Path(path).expanduser(), classifier.preprocess
     check_target(path)
     can_resize = preprocess.channels in (1, 3)
     if resize and not can_resize:
@@ -120,7 +120,7 @@ def check_target(path: str | Path):
     """Raise ValueError if no model can be written to the file `path`: if it has another suffix than `.onnx` or `.pt2`, if it is
     a folder, and if a package that the export needs is missing.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.suffix not in SUFFIXES:
         raise ValueError(f"got the file {path}; expected a name that ends in .onnx or .pt2")
     if path.is_dir():

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from smallvit.components import differences
-from smallvit.data.files import is_image, visible_files
+from smallvit.data.decode import MissingPackage
+from smallvit.data.files import is_image, unread_suffix, unread_text, visible_files
 from smallvit.record import RECORD, Record, format_labels, read_record, settings_of
 from smallvit.run import fingerprint, rebuild
 from smallvit.train.trained_model import ImageClassifier, TrainedModel, check_batch, load
@@ -58,10 +59,16 @@ def load_all(folders: str | Path | Iterable[str | Path]) -> Ensemble:
     """Return an `Ensemble` of the trained models of several finished runs. `folders` is a list of folders of runs, or one
     folder that contains them, such as "runs/quickstart/50/SPT".
 
-    Raises ValueError if no run has finished there, if one cannot be loaded (see `load`), and for one folder whose runs differ
-    in more than the seed.
+    Raises ValueError for anything but folders, if no run has finished there, if one cannot be loaded (see `load`), and for one
+    folder whose runs differ in more than the seed.
     """
-    found = finished_runs(Path(folders)) if isinstance(folders, str | Path) else list(folders)
+    if isinstance(folders, str | Path):
+        found = finished_runs(Path(folders).expanduser())
+    else:
+        found = list(folders) if isinstance(folders, Iterable) else [folders]
+    if wrong := [one for one in found if not isinstance(one, str | Path)]:
+        text = "expected folders of runs; for models that are loaded already, use Ensemble([...])"
+        raise ValueError(f"got a {type(wrong[0]).__name__}; {text}")
     return Ensemble([load(folder) for folder in found])
 
 
@@ -73,7 +80,7 @@ def finished_runs(folder: Path) -> list[Path]:
     labels or in other settings, such as runs of an earlier version of the recipe.
     """
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}; expected the folder of a finished run, or RECIPE:ARM")
+        raise ValueError(f"there is no folder {folder}; expected the folder of a finished run (on the command line also RECIPE:ARM)")
     if (folder / RECORD).exists():
         return [folder]
     found = {path.parent: read_record(path.parent) for path in sorted(folder.rglob(RECORD))}
@@ -91,7 +98,7 @@ def finished_runs(folder: Path) -> list[Path]:
         names = ", ".join(list(changed)[:3])
         raise ValueError(
             f"{folder} contains runs with {len(first)} different settings, such as {one} and {other}, which differ in {names}; "
-            "use RECIPE:ARM for the runs of the recipe as it is now, or name the folder of one run"
+            "use RECIPE:ARM on the command line for the runs of the recipe as it is now, or name the folder of one run"
         )
     return sorted(finished, key=lambda path: finished[path].seed)
 
@@ -106,24 +113,34 @@ def settings_key(record: Record) -> str:
 
 def find_files(names: Iterable[str]) -> list[str]:
     """Return the image files that the texts `names` stand for, each once, also if several texts mean it. A text is a file, a
-    folder, which is searched with its subfolders, or a pattern such as "scans/*.png". A file that is named directly is always
-    kept; in folders only files with the suffix of an image count, and hidden files and folders do not.
+    folder, which is searched with its subfolders, or a pattern such as "scans/*.png", which may match both. A file that is
+    named or matched itself is always kept; in folders only files with the suffix of an image count, and hidden files and
+    folders do not.
 
     Raises ValueError if a text stands for no image.
     """
     found: dict[str, str] = {}
     for name in map(expanded, names):
-        path = Path(name)
-        if path.is_dir():
-            files = [str(file) for file in visible_files(path) if is_image(file.name)]
-        else:
-            files = [name] if path.exists() else sorted(file for file in glob(name, recursive=True) if Path(file).is_file())
+        matches = matching(name)
+        inside = [file for match in matches if os.path.isdir(match) for file in visible_files(Path(match))]
+        files = [match for match in matches if not os.path.isdir(match)]
+        files += [str(file) for file in inside if is_image(file.name)]
         if not files:
-            what = "has no images" if path.is_dir() else "is no file, no folder and no pattern of which a file exists"
-            raise ValueError(f"{name} {what}; expected image files, folders with images, or patterns such as 'scans/*.png'")
+            unread = unread_text(Counter(unread_suffix(file.name) for file in inside))
+            what = "has no images" if matches else "is no file, no folder and no pattern of which a file exists"
+            text = f"{name or 'an empty text'} {what}{unread and f' ({unread})'}"
+            raise ValueError(f"{text}; expected image files, folders with images, or patterns such as 'scans/*.png'")
         for file in files:
             found.setdefault(os.path.abspath(file), file)
     return list(found.values())
+
+
+def matching(name: str) -> list[str]:
+    """Return what exists of a path or pattern: the path itself, or the files and then the folders that the pattern matches."""
+    if os.path.exists(name):
+        return [name]
+    matches = sorted(glob(name, recursive=True))
+    return [*filter(os.path.isfile, matches), *filter(os.path.isdir, matches)]
 
 
 def expanded(name: str) -> str:
@@ -134,12 +151,14 @@ def expanded(name: str) -> str:
 
 
 def ignored_files(names: Iterable[str]) -> Counter[str]:
-    """Return how many files `find_files` leaves out of the folders among the texts `names`, because they do not have the suffix
-    of an image, for each suffix.
+    """Return how many files `find_files` leaves out of the folders for which the texts `names` stand, because they do not have
+    the suffix of an image, for each suffix.
     """
-    folders = [path for name in names if (path := Path(expanded(name))).is_dir()]
+    matches = [match for name in names for match in matching(expanded(name))]
+    folders = [Path(match) for match in matches if os.path.isdir(match)]
     files = {os.path.abspath(file): file for folder in folders for file in visible_files(folder) if not is_image(file.name)}
-    return Counter(file.suffix.lower() for file in files.values())
+    named = {*map(os.path.abspath, matches)}
+    return Counter(file.suffix.lower() for path, file in files.items() if path not in named)
 
 
 class Predictions(NamedTuple):
@@ -164,7 +183,7 @@ def predict_files(
     at a time. `watch` is called after each batch with the number of files in it.
 
     Raises ValueError with a list of all files that cannot be read, unless `skip_broken` is True: then they are left out. Also
-    raises it without files, and for a `batch` that is no whole number of at least 1.
+    raises it without files, if a package is missing that a file needs, and for a `batch` that is no whole number of at least 1.
     """
     check_batch(batch)
     if not files:
@@ -176,6 +195,8 @@ def predict_files(
         for file in files[start : start + batch]:
             try:
                 pixels.append(model.preprocess.pixels(file))
+            except MissingPackage:
+                raise
             except ValueError as error:
                 broken[file] = str(error)
             else:
@@ -195,14 +216,16 @@ def predict_files(
     return Predictions(read, torch.cat(probabilities), broken)
 
 
-def table(predictions: Predictions, classes: Sequence[str], more: Mapping[str, Sequence[str]] | None = None) -> str:
+def table(
+    predictions: Predictions, classes: Sequence[str], more: Mapping[str, Sequence[str]] | None = None, separator: str = ","
+) -> str:
     """Return predictions as text in CSV format: one line for each file, with the file, the most probable class and the
     probability of each class. The column of a class is called `p_<class>`. `more` are further columns, from their names to
-    their texts, one for each file.
+    their texts, one for each file. `separator` is the character between two columns.
     """
     columns = more or {}
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text, delimiter=separator, lineterminator="\n")
     writer.writerow(["file", "class", *columns, *(f"p_{name}" for name in classes)])
     for index, (file, row) in enumerate(zip(predictions.files, predictions.probabilities)):
         texts = [column[index] for column in columns.values()]

@@ -54,6 +54,7 @@ class Tags(NamedTuple):
 
 
 NO_TAGS = Tags()
+MORE_VAL = "set val > 0, with training images of at least 2 groups (without groups, 2 images) in each class"  # what to do
 ONE_AT_A_TIME = threading.RLock()  # a run trains its earlier runs first, inside its own training
 
 
@@ -98,10 +99,11 @@ def fit(
                RuntimeError if the solver of a linear probe does not converge;
                filelock.Timeout if another process trains this run.
     """
-    if done := finished_record(run, Path(folder), validation_only):
+    folder = Path(folder).expanduser()
+    if done := finished_record(run, folder, validation_only):
         return done
     options: dict[str, Any] = {"numerics": numerics, "validation_only": validation_only, "reads": reads}
-    with training_allowed(), prepare_training(run, Path(folder), tags, device, init, teacher, **options) as (training, close):
+    with training_allowed(), prepare_training(run, folder, tags, device, init, teacher, **options) as (training, close):
         if training is not None:
             checkpoint.resume([training])
             train([training], training.train_step, watch)
@@ -249,7 +251,7 @@ def prepare_training(
         if validation_only or run.early_stop:  # then the validation images choose something
             check_validation_unseen(run, data, subset)
         if validation_only and not len(subset.val) and data.test.count:
-            raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; set val > 0")
+            raise ValueError(f"val={run.val} leaves no validation images to score a validation-only run on; {MORE_VAL}")
         training = Training(run, data, subset, device, places.get("init"), places.get("teacher"), numerics)
         check_features_exist(training.model, run.evaluators)
         views = training.objective.unlabelled.views if training.pool is not None else ()
@@ -263,7 +265,7 @@ def prepare_training(
         def close() -> Record:
             check_reloaded(training.model, run, subset.train)
             test, weights = None if validation_only else data.test, temporary(folder / records.WEIGHTS)
-            settings = log_test_read(Path(reads), run, tags.arm, data.test.sha256) if test is not None and reads else None
+            settings = log_test_read(Path(reads).expanduser(), run, tags.arm, data.test.sha256) if test is not None and reads else None
             done = replace(
                 record,
                 **training.facts(),
@@ -299,7 +301,7 @@ def dependency_folders(run: Run, folder: Path, given: dict[str, str | Path | Non
     for field, place in given.items():
         if place is not None and field not in run.dependencies:
             raise ValueError(f"got the folder {str(place)!r} for {field}, but the run has none; expected a run in {field}=")
-    return {field: Path(place or folder / field) for field, place in given.items() if field in run.dependencies}
+    return {field: Path(place or folder / field).expanduser() for field, place in given.items() if field in run.dependencies}
 
 
 def load_data(run: Run) -> tuple[Dataset, Subset]:
@@ -358,7 +360,7 @@ def check_evaluation(run: Run, subset: Subset, test: HeldOut | None = None):
     or None if they are not used. The check is made before training. It does not read the pixels of the test images.
     """
     if run.early_stop and not len(subset.val):
-        raise ValueError(f"early_stop={run.early_stop} needs validation images and there are none; set val > 0")
+        raise ValueError(f"early_stop={run.early_stop} needs validation images, and val={run.val} leaves none; {MORE_VAL}")
     for evaluator in run.evaluators:
         if needs := declaration(evaluator).needs:
             for scored in (subset.val, *([] if test is None else [test.without_pixels()])):

@@ -165,7 +165,7 @@ def load(folder: str | Path) -> TrainedModel:
     """
     if str(folder).startswith(HUB):
         folder = download(str(folder))
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     shared = (folder / CONFIG).is_file()
     if shared:
         check_shared_files(folder)
