@@ -285,7 +285,7 @@ def test_home_folder_in_the_name_of_the_file(tmp_path, monkeypatch):
     export(trained_vit(image=(8, 8), depth=1), "~/model.pt2")
     assert (tmp_path / "model.pt2").is_file()
     (tmp_path / "folder.pt2").mkdir()
-    with pytest.raises(ValueError, match="folder.pt2 is a folder; expected the name of a file"):
+    with pytest.raises(ValueError, match=r"folder.pt2 is a folder; expected the name of a file"):
         check_target("~/folder.pt2")
 
 

@@ -4,6 +4,7 @@ import ast
 import random
 import re
 import shlex
+import sys
 from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
@@ -139,6 +140,14 @@ def test_convolutional_stem_has_about_as_many_tokens_as_there_are_patches(size, 
     grids = [first[arm].model((size[1], size[0]), 1, 2).tokenizer.grid((size[1], size[0])) for arm in ("scratch", "+conv stem")]
     assert [rows * columns for rows, columns in grids] == [patches, tokens]
     assert f"# convolutions in place of patches{comment}\n" in Path("odd.py").read_text()
+
+
+def test_missing_package_is_no_broken_image(monkeypatch):
+    gray()
+    Path("gray/circle/scan.dcm").write_bytes(b"DICM")
+    monkeypatch.setitem(sys.modules, "pydicom", None)
+    with pytest.raises(ValueError, match=r"circle/scan.dcm is a DICOM file and needs the package pydicom: pip install"):
+        inspect_images(Path("gray"))
 
 
 def test_recipe_of_photos_has_groups_unequal_classes_and_skips_broken_files():

@@ -104,12 +104,12 @@ def inspect_images(
     patches   largest number of patches of an image, about, if `size` is given
 
     Raises ValueError for a folder without classes, for a class without two images that can be read, for a `group_by` that does
-    not match the file names or gives a class only one group, for a `group_by` if the folder has a test part, and for a `size`
-    that is too small or too large.
+    not match the file names or gives a class only one group, for a `group_by` if the folder has a test part, for a `size` that
+    is too small or too large, and if a package is missing that an image needs.
     """
     from tqdm import tqdm
 
-    from smallvit.data.decode import read_image
+    from smallvit.data.decode import MissingPackage, read_image
     from smallvit.data.files import find_images, groups_by_name
 
     if size is not None and not SMALLEST_SIZE <= size <= LARGEST_SIZE:
@@ -126,6 +126,8 @@ def inspect_images(
     for file in tqdm(found.files, "images", leave=False, disable=len(found.files) < LARGE):
         try:
             pixels, mode, several = read_image(top / file, None, "RGBA", "float", name=file)
+        except MissingPackage:
+            raise
         except ValueError as error:
             broken[file] = str(error)
             continue

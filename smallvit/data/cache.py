@@ -80,8 +80,8 @@ def load_pixels(top: Path, files: Sequence[str], options: Options, cache: str | 
 
     Warns once if CMYK images were converted to RGB, and once if files have several pages, of which the first one is read.
 
-    Raises    ValueError for files that cannot be read or that differ in size or channels. All of them are listed. Also raises it
-              if a package is missing that a file needs, even with `skip_broken`.
+    Raises    ValueError for files that cannot be read or that differ in size or channels; all of them are listed. Also raises
+              it if a package is missing that a file needs, even with `skip_broken`.
     """
     first, shape = _first_shape(top, files, options)
     dtype = np.dtype(np.uint8 if options.pixels == "uint8" else np.float32)

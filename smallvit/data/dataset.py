@@ -208,8 +208,8 @@ class Dataset:
         the background is black: the mean for normalization is then 0. `digits` as in `DataSpec`, `pixels` as in `arrays`. With
         `warn=True`, warns about identical images in different splits and about identical images with different labels.
 
-        Raises    ValueError for fewer than 2 classes, for missing and unknown splits, or naming the split whose images or labels
-                  do not fit.
+        Raises    ValueError for fewer than 2 classes, for missing or unknown splits, or naming the split whose images or
+                  labels do not fit.
         """
         if not {"train", "test"} <= splits.keys() <= {"train", "test", "val"}:
             raise ValueError(f"{name}: expected the splits train, test and, if there is one, val, got {[*splits]}")

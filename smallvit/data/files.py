@@ -269,7 +269,8 @@ def _visible(folder: Path, skipped: Path | None = None) -> Iterator[tuple[str, l
     """
 
     def refuse(error: OSError):
-        raise ValueError(f"{error.filename} cannot be read ({error.strerror}); make it readable, or move it elsewhere") from error
+        advice = "make it readable, or move it elsewhere"
+        raise ValueError(f"{error.filename} cannot be read ({error.strerror}); {advice}") from error
 
     top = folder.resolve()
     above = {str(folder): {top, *top.parents}}  # the folders that contain the files of a folder

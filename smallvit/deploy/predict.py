@@ -80,7 +80,8 @@ def finished_runs(folder: Path) -> list[Path]:
     labels or in other settings, such as runs of an earlier version of the recipe.
     """
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}; expected the folder of a finished run (on the command line also RECIPE:ARM)")
+        also = "on the command line also RECIPE:ARM"
+        raise ValueError(f"there is no folder {folder}; expected the folder of a finished run ({also})")
     if (folder / RECORD).exists():
         return [folder]
     found = {path.parent: read_record(path.parent) for path in sorted(folder.rglob(RECORD))}

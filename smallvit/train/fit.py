@@ -265,7 +265,9 @@ def prepare_training(
         def close() -> Record:
             check_reloaded(training.model, run, subset.train)
             test, weights = None if validation_only else data.test, temporary(folder / records.WEIGHTS)
-            settings = log_test_read(Path(reads).expanduser(), run, tags.arm, data.test.sha256) if test is not None and reads else None
+            settings = None
+            if test is not None and reads:
+                settings = log_test_read(Path(reads).expanduser(), run, tags.arm, data.test.sha256)
             done = replace(
                 record,
                 **training.facts(),
