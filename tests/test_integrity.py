@@ -515,7 +515,7 @@ def test_stack_killed_at_any_moment_ends_bitwise_equal(moment, tmp_path, monkeyp
         stop_at(patch, moment)
         with pytest.raises(Stopped):
             fit_stacked(runs, places)
-    monkeypatch.setattr("smallvit.train.stack.Stack.check_first_step", lambda self: None if moment == "first checkpoint" else 1 / 0)
+    monkeypatch.setattr("smallvit.train.stack.Stack.check_first_step", lambda *_: None if moment == "first checkpoint" else 1 / 0)
     found = fit_stacked(runs, places)
     assert [replace(r, seconds=0) for r in found] == [replace(r, seconds=0) for r in whole_stack[0]]
     assert [r.stacked for r in found] == [3] * 3

@@ -795,7 +795,7 @@ STRANGE = '''"""Optimizers and a pool that do what those of smallvit do not."""
 from functools import partial
 import torch
 from torch import nn
-from smallvit import SAM, AdamW, PatchEmbed, Run, ViT, ablate, digits
+from smallvit import SAM, AdamW, Muon, PatchEmbed, Run, ScheduleFree, Supervised, ViT, ablate, digits
 
 class Lookback(AdamW):
     """The mean of a gradient and the one before it."""
@@ -886,11 +886,72 @@ class RunningPool(nn.Module):
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return x - self.mean
 
+class LateDropout(Supervised):
+    """Dropout of pixels in the second half of the training."""
+
+    def forward(self, batch, progress):
+        images = batch.images if progress < 0.5 else nn.functional.dropout(batch.images)
+        return super().forward(batch._replace(images=images), progress)
+
+class LateCount(Supervised):
+    """Every second loss in the second half of the training is ten times as large."""
+    calls = 0
+
+    def forward(self, batch, progress):
+        if progress >= 0.5:
+            self.calls += 1
+        return {"loss": super().forward(batch, progress)["loss"] * (1 + 9 * (self.calls % 2))}
+
+class Begun(Supervised):
+    """The first loss is a hundred times as large."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.begun = False
+
+    def forward(self, batch, progress):
+        factor, self.begun = 1 if self.begun else 100, True
+        return {"loss": super().forward(batch, progress)["loss"] * factor}
+
+class Relative(Supervised):
+    """The loss relative to a moving average, which is a tensor, but no buffer."""
+
+    def __init__(self, model, inplace: bool = False):
+        super().__init__(model)
+        self.inplace, self.calls, self.mean, self.last = inplace, torch.zeros(()), torch.ones(()), None
+
+    def forward(self, batch, progress):
+        loss = super().forward(batch, progress)["loss"]
+        if self.inplace:
+            self.calls.add_(1)
+            return {"loss": loss / self.calls}
+        self.mean = self.last = 0.9 * self.mean + 0.1 * loss.detach()
+        return {"loss": loss / self.mean}
+
+class Decoupled(AdamW):
+    """Weight decay that does not depend on the learning rate."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.mul_(0.99)
+        super().step()
+
+class OwnMuon(Muon):
+    """It does what Muon does."""
+
+class OwnFree(ScheduleFree):
+    """It does what ScheduleFree does."""
+
 vit = partial(ViT, tokenizer=partial(PatchEmbed, patch=4), dim=8, depth=1, heads=2)
 plain = Run(data=digits, model=vit, steps=8, batch=8, labels=50, val=20)
 arms = {each.__name__: plain.vary(optimizer=each) for each in (Lookback, Late, Complete, Centred, Turned, Every, Grouped)}
 arms |= {"SAM": plain.vary(optimizer=partial(SAM, base=Centred)), "pool": plain.vary(pool=RunningPool)}
 arms |= {"counting": plain.vary(pool=Counting), "SAM, every": plain.vary(optimizer=partial(SAM, base=Every))}
+arms |= {each.__name__: plain.vary(objective=each) for each in (LateDropout, LateCount, Begun, Relative)}
+arms |= {"in place": plain.vary(objective=partial(Relative, inplace=True))}
+arms |= {each.__name__: plain.vary(optimizer=each) for each in (Decoupled, OwnMuon)}
+arms |= {"OwnFree": plain.vary(optimizer=OwnFree, schedule="constant", ema=0.0)}
 RUNS = ablate(arms, labels=[50], seeds=range(2), references=False)
 '''
 
@@ -932,7 +993,7 @@ def test_plain_numbers_change_once_in_a_step_of_sam(strange):
     assert calls == [3, 3]
 
 
-@pytest.mark.parametrize("arm", slow_after(4, ["Complete", "SAM, every", "counting", "Grouped", "Every", "SGD"]))
+@pytest.mark.parametrize("arm", slow_after(5, ["Complete", "SAM, every", "counting", "Grouped", "Begun", "Every", "SGD"]))
 def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(arm, strange, tmp_path, monkeypatch):
     (tmp_path / "descent.py").write_text(OWN)
     if arm == "SGD":
@@ -949,7 +1010,11 @@ def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(arm, s
 
 @pytest.mark.parametrize(
     ("arm", "reason"),
-    slow_after(5, [
+    slow_after(9, [
+        ("LateDropout", "the model draws random numbers inside a step"),
+        ("LateCount", "a step changes the attribute LateCount.calls"),
+        ("Relative", "a step changes the attribute Relative.last"),
+        ("in place", "a step changes the attribute Relative.calls"),
         ("Centred", "Centred changes weights in a stack otherwise"),
         ("pool", "replaces its buffer model.pool.mean"),
         ("counting", "a step changes the attribute Counting.largest; expected a buffer"),
@@ -958,6 +1023,7 @@ def test_killed_run_with_an_optimizer_of_your_own_ends_with_the_same_bits(arm, s
         ("SAM", "Centred changes weights in a stack otherwise"),
         ("Turned", "Turned changes weights in a stack otherwise"),
         ("Every", "a step changes the attribute Every.count of the optimizer"),
+        ("Begun", "a step changes the attribute Begun.begun"),
     ]),
 )
 def test_parts_that_a_stack_would_compute_otherwise_are_trained_alone(arm, reason, strange, tmp_path):
@@ -967,6 +1033,14 @@ def test_parts_that_a_stack_would_compute_otherwise_are_trained_alone(arm, reaso
     alone = [fit(run, tmp_path / f"{run.seed}") for run in runs]
     together = fit_stacked(runs, [tmp_path / f"stacked {run.seed}" for run in runs])
     assert [record.stacked for record in together] == [None, None] and [r.test for r in together] == [r.test for r in alone]
+
+
+def test_optimizer_whose_step_is_no_multiple_of_the_learning_rate_is_stacked_for_equal_rates_only(strange):
+    with pytest.raises(NotStackable, match="Decoupled changes weights in a stack otherwise"):
+        Stack([training_of(run.vary(lr=rate)) for run, rate in zip(strange["Decoupled"], (1e-3, 1e-2))])
+    Stack([training_of(run) for run in strange["Decoupled"]])
+    for arm in ("Complete", "OwnMuon", "OwnFree"):
+        Stack([training_of(run.vary(lr=rate)) for run, rate in zip(strange[arm], (1e-3, 1e-2))])
 
 
 def test_average_follows_a_buffer_that_the_model_replaces(strange, tmp_path):

@@ -24,7 +24,7 @@ from smallvit.run import fingerprint
 from smallvit.shapes import shape_problem
 from smallvit.storage import rename_damaged, write_atomic
 
-from .own_numbers import numbers_of, own_parts, replaces_others, restore_numbers
+from .own_numbers import KINDS, numbers_of, own_parts, replaces_others, restore_numbers
 
 if TYPE_CHECKING:
     from .loop import Training
@@ -228,7 +228,7 @@ def check_state(state: dict[str, Any], training: "Training"):
     check_numerics(Numerics(*state["numerics"]))
     parts = own_parts(training.objective, training.optimizer)
     for name, numbers in state["numbers"].items():
-        if name not in parts or any(type(value) not in (int, float) for value in numbers.values()):
+        if name not in parts or any(type(value) not in KINDS for value in numbers.values()):
             raise ValueError("it has numbers of other objects than the run")
         if replaces_others(parts[name], numbers):
             raise ValueError("it has numbers in the place of other attributes")

@@ -1,4 +1,4 @@
-"""Plain numbers that modules and optimizers of a user's own keep, such as `self.calls`: a checkpoint saves them, too."""
+"""Plain numbers and flags of a user's own modules and optimizers, such as `self.calls`: a checkpoint saves them, too."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,9 @@ from smallvit.optimizers import Optimizer
 from smallvit.vit import is_builtin
 
 PARTS = nn.Module, torch.optim.Optimizer, Optimizer
-Numbers = dict[str, float]  # by the name of the attribute
+Numbers = dict[str, float]  # by the name of the attribute; flags are numbers, too
+KINDS = int, float, bool
+SET_ANYWAY = "progress", "lr", "training", "_is_full_backward_hook"  # by the training and by PyTorch
 
 
 def own_parts(objective: nn.Module, optimizer: Any = None) -> dict[str, Any]:
@@ -21,14 +23,14 @@ def own_parts(objective: nn.Module, optimizer: Any = None) -> dict[str, Any]:
 
 
 def numbers_of(part: Any) -> Numbers:
-    """Return the numbers that a module or an optimizer keeps as plain attributes, and those in the parameter groups of an
-    optimizer, by name, such as "calls" and "param_groups.0.k". The attribute `progress` and the learning rate are left out,
-    because they are set in each step.
+    """Return the numbers and flags (True or False) that a module or an optimizer keeps as plain attributes, and those in the
+    parameter groups of an optimizer, by name, such as "calls" and "param_groups.0.k". The attributes `progress` and `training`
+    and the learning rate are left out, because the training sets them.
     """
     found = {}
     for prefix, values in places(part).items():
-        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-        found |= {prefix + name: value for name, value in numbers.items() if name not in ("progress", "lr")}
+        numbers = {name: value for name, value in values.items() if type(value) in KINDS}
+        found |= {prefix + name: value for name, value in numbers.items() if name not in SET_ANYWAY}
     return found
 
 
@@ -54,7 +56,7 @@ def replaces_others(part: Any, numbers: Numbers) -> bool:
     """Return whether `numbers` would take the place of other attributes of a module or an optimizer, such as its methods."""
     for prefix, values in places(part).items():
         found = [values.get(name, 0) if prefix else getattr(part, name, 0) for name in numbers_at(prefix, numbers)]
-        if any(type(value) not in (int, float) for value in found):
+        if any(type(value) not in KINDS for value in found):
             return True
     return False
 

@@ -45,10 +45,11 @@ class Stack:
     Each member also keeps its own moving average (EMA) and step, so it can be saved and evaluated like a single training.
 
     Batched matrix products may sum in another order, so the weights agree with those of single runs up to rounding, not
-    bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone, and so
-    must be two steps of an optimizer of a user's own. Models with random numbers inside a step (dropout), with tied weights, or
-    whose number of tokens depends on the image, cannot be stacked. Nor can models with a module that changes a number of its
-    own, such as `self.calls += 1`, or that says why in its attribute `not_stackable`.
+    bitwise. The constructor checks this: losses and gradients on the first batch must be those of each member alone, as at the
+    beginning and as at the end of the training, and so must be two steps of an optimizer of a user's own. Models with random
+    numbers inside a step (dropout), with tied weights, or whose number of tokens depends on the image, cannot be stacked. Nor
+    can models with a module that changes a number, a flag or a tensor of its own that is no buffer, such as `self.calls += 1`,
+    or that says why in its attribute `not_stackable`.
 
     `resumed=True` leaves out this check, for members that were trained together until their checkpoint.
 
@@ -82,8 +83,8 @@ class Stack:
         self.numerics_context = NumericsContext(first.objective, Numerics(kernel="explicit") if gpu_rule else DEFAULT)
         if not resumed:
             self.check_optimizer()
-            with refused_new_numbers([member.objective for member in members]):
-                self.check_first_step()
+            for progress in (first.progress, 1.0):  # parts of a model may change in between
+                self.check_first_step(progress)
         self.weights = stack_modules([member.objective for member in members])
         self.parameters = {name: self.weights[name].requires_grad_() for name, _ in trainable(first.objective)}
         self.optimizer = self.stacked_optimizer()
@@ -135,15 +136,16 @@ class Stack:
             made.append((optimizer, numbers_of(optimizer)))
             return optimizer
 
-        if not steps_alike(make_noted, own.param_groups):
+        equal_rates = len({member.run.lr for member in self.members}) == 1
+        if not steps_alike(make_noted, own.param_groups, 1.0 if equal_rates else 0.5):
             raise NotStackable(f"{type(own).__name__} changes weights in a stack otherwise than in a single run")
         if changed := changed_number(*zip(*made)):
             raise NotStackable(f"a step changes the attribute {changed} of the optimizer, which the runs cannot keep")
 
-    def check_first_step(self):
+    def check_first_step(self, progress: float):
         """Raise NotStackable if training the runs as one model (a stack) gives another result than training each run alone. For
-        this, the loss and the gradients of each run on the first batch are computed in both ways. They may differ by rounding
-        errors only. The training does not change.
+        this, the loss and the gradients of each run on the first batch are computed in both ways, as if the fraction `progress`
+        of the training had been taken. They may differ by rounding errors only. The training does not change.
 
         A loss may differ by 1e-4 with fp32 and by 2e-2 with bf16 (`TOLERANCE`). A gradient may differ by 1% of its norm with
         fp32 and by 30% with bf16, and in addition by 1e-5 and 2e-2 of the norm of the largest one (`GRADIENT_TOLERANCE`).
@@ -155,7 +157,8 @@ class Stack:
         states = [{name: t.detach().clone() for name, t in tensors_of(member.objective).items()} for member in self.members]
         stacked = stack_states(states)
         try:
-            losses = self.losses(with_gradients(stacked, names), stack_batches(batches), self.first.progress)
+            with refused_new_numbers(self.first.objective):
+                losses = self.losses(with_gradients(stacked, names), stack_batches(batches), progress)
             gradients = torch.autograd.grad(losses.sum(), [stacked[name] for name in names], materialize_grads=True)
         except RuntimeError as error:  # from vmap: random numbers, or a shape that depends on values
             if is_out_of_memory(error) or is_gpu_lost(error):
@@ -169,8 +172,9 @@ class Stack:
         of_norm, of_largest = GRADIENT_TOLERANCE[precision]
         for index, (member, state, batch) in enumerate(zip(self.members, states, batches)):
             weights = with_gradients(state, names)
-            with self.first.computing(), refused_new_buffers(member.objective, weights):
-                loss = functional_call(member.objective, weights, (batch, member.progress))["loss"]
+            objective = member.objective
+            with self.first.computing(), refused_new_buffers(objective, weights), refused_new_numbers(objective):
+                loss = functional_call(objective, weights, (batch, progress))["loss"]
             if not torch.allclose(losses[index], loss, rtol=tolerance, atol=tolerance):
                 raise NotStackable(f"run {index + 1} has loss {losses[index].item()} in the stack and {loss.item()} alone")
             alone = torch.autograd.grad(loss, [state[name] for name in names], materialize_grads=True)
@@ -293,20 +297,45 @@ class Stack:
 
 
 @contextmanager
-def refused_new_numbers(objectives: Sequence[nn.Module]) -> Iterator[None]:
-    """Context manager that raises NotStackable if a forward pass changes a number that a module of a user's own keeps as a
-    plain attribute, as in `self.calls += 1`: a stack would change that of its first run only. All numbers of the `objectives`
-    are restored at the end.
+def refused_new_numbers(objective: nn.Module) -> Iterator[None]:
+    """Context manager that raises NotStackable if a forward pass changes a number, a flag or a tensor that a module of a user's
+    own keeps as a plain attribute, as in `self.calls += 1`: a stack would change that of its first run only. All of them in the
+    `objective` are restored at the end.
     """
-    parts = [part for objective in objectives for part in own_parts(objective).values()]
+    parts = [*own_parts(objective).values()]
     numbers, changed = [numbers_of(part) for part in parts], ""
+    attributes = [{**vars(part)} for part in parts]
+    copies = [{name: value.detach().clone() for name, value in plain_tensors(part).items()} for part in parts]
     try:
         yield
     finally:
         changed = changed_number(parts, numbers)
         set_numbers(parts, numbers)
+        for part, before, copied in zip(parts, attributes, copies):
+            if names := restore_tensors(part, before, copied):
+                changed = changed or f"{type(part).__name__}.{names[0]}"
     if changed:
         raise NotStackable(f"a step changes the attribute {changed}; expected a buffer that is changed in place")
+
+
+def plain_tensors(part: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a module keeps as plain attributes, which are neither parameters nor buffers, by name."""
+    return {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
+
+
+def restore_tensors(part: nn.Module, before: dict[str, Any], copies: dict[str, Tensor]) -> list[str]:
+    """Give a module the tensors that it kept as plain attributes, and return the names of those that had changed. `before` are
+    all its earlier attributes, and `copies` the earlier values of these tensors.
+    """
+    now = plain_tensors(part)
+    replaced = sorted(name for name in now.keys() | copies.keys() if now.get(name) is not before.get(name))
+    for name in replaced:
+        vars(part).pop(name, None)
+        vars(part).update({name: before[name]} if name in before else {})
+    changed = [name for name, value in copies.items() if not torch.equal(before[name], value)]
+    for name in changed:
+        before[name].data.copy_(copies[name])
+    return replaced + changed
 
 
 @contextmanager
@@ -325,23 +354,30 @@ def refused_new_buffers(objective: nn.Module, tensors: dict[str, Tensor]) -> Ite
         raise NotStackable(f"the model replaces its buffer {replaced[0]}; expected a change in place, as by copy_()")
 
 
-def steps_alike(make: Callable[[list[dict]], Any], groups: Sequence[dict]) -> bool:
+def steps_alike(make: Callable[[list[dict]], Any], groups: Sequence[dict], share: float) -> bool:
     """Return whether an optimizer changes the weights of two models that are stacked as it changes those of each model alone.
-    `make` creates the optimizer from groups of parameters such as `groups`. Two steps with random gradients are compared.
+    `make` creates the optimizer from groups of parameters such as `groups`. The second model has the learning rate of the first
+    times `share`. Two steps with random gradients are compared.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = [[torch.randn(3, 2, *p.shape, generator=generator).to(p) for p in group["params"]] for group in groups]
 
     def trained(model: int | slice) -> list[Tensor]:
+        rate, together = 1e-3 * (share if model == 1 else 1.0), isinstance(model, slice)
         parameters = [[nn.Parameter(numbers[0, model].clone()) for numbers in group] for group in drawn]
-        optimizer = make([group | {"params": own, "lr": 1e-3} for group, own in zip(groups, parameters)])
-        for group in optimizer.param_groups if isinstance(model, slice) else ():
-            group["shares"] = torch.ones(2, device=group["params"][0].device if group["params"] else None)
+        optimizer = make([group | {"params": own, "lr": rate} for group, own in zip(groups, parameters)])
+        for group in optimizer.param_groups if together else ():
+            group["shares"] = torch.tensor([1.0, share], device=group["params"][0].device if group["params"] else None)
         for step in (1, 2):
+            before = [[parameter.detach().clone() for parameter in own] for own in parameters]
             for own, group in zip(parameters, drawn):
                 for parameter, numbers in zip(own, group):
                     parameter.grad = numbers[step, model].clone()
             optimizer.step()
+            if together and not optimizer.averages:  # as `Stack.update_weights` does
+                for own, starts in zip(parameters, before):
+                    for parameter, start in zip(own, starts):
+                        parameter.data[1] = torch.lerp(start[1], parameter.data[1], share)
         return [parameter.detach() for own in parameters for parameter in own]
 
     starts = [numbers[0] for group in drawn for numbers in group]
