@@ -55,6 +55,8 @@ def check_numerics(numerics: Numerics, stack: int = 1):
     """Raise ValueError if an option in `numerics` (how training steps are computed) has an unknown value. `stack` is the number
     of runs, such as seeds, that are trained together as one model; compilation is an error if it is above 1.
     """
+    if not isinstance(numerics, Numerics):
+        raise ValueError(f"numerics is {numerics!r:.60}; expected such as Numerics(kernel='native')")
     for name, values in CHOICES.items():
         if getattr(numerics, name) not in (None, *values.values()):
             expected = " or ".join(repr(value) for value in values.values() if value is not None)

@@ -119,7 +119,8 @@ class FlatAdamW:
     step, as in a block that is skipped at random, `complete` says so, and `optimizer` must go on alone.
 
     Before a step, all gradients are -0.0: whatever is added to it, also 0.0, is no longer -0.0. So what is still -0.0 after the
-    backward pass got no gradient.
+    backward pass got no gradient. A gradient that is -0.0 everywhere, as of a term that is subtracted from the loss with the
+    weight 0, counts as none, too: such a parameter does not change in this step, also not by weight decay.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):

@@ -486,6 +486,24 @@ def test_fused_attention_is_counted_as_two_matrix_products():
     assert counter.get_total_flops() == 2 * 2 * (2 * 3) * 7 * 7 * 4
 
 
+class Query(nn.Module):
+    """A pool whose query, a parameter, is the input of a layer."""
+
+    class_tokens = 0
+
+    def __init__(self, dim):
+        super().__init__()
+        self.query, self.linear = nn.Parameter(torch.ones(1, 1, dim)), nn.Linear(dim, dim)
+
+    def forward(self, x, size=None, prefix=0):
+        return ((self.linear(self.query) @ x.mT).softmax(-1) @ x)[:, 0]
+
+
+def test_parameter_that_is_the_input_of_a_module_is_counted():
+    found, plain = (footprint(small(pool=pool), torch.randn(2, 1, 28, 28))["macs"] for pool in (Query, MeanTokens))
+    assert found - plain == 32 * 32 + 2 * 49 * 32
+
+
 def test_every_function_is_tested():
     found = {name for name, f in vars(flops).items() if inspect.isfunction(f) and f.__module__ == flops.__name__}
     assert found - {"linear_macs", "input_tokens", "has_closed_form", "matrix_weights"} <= set(globals())

@@ -940,6 +940,9 @@ class Decoupled(AdamW):
 class OwnMuon(Muon):
     """It does what Muon does."""
 
+class OwnSAM(SAM):
+    """It does what SAM does."""
+
 class OwnFree(ScheduleFree):
     """It does what ScheduleFree does."""
 
@@ -950,7 +953,7 @@ arms |= {"SAM": plain.vary(optimizer=partial(SAM, base=Centred)), "pool": plain.
 arms |= {"counting": plain.vary(pool=Counting), "SAM, every": plain.vary(optimizer=partial(SAM, base=Every))}
 arms |= {each.__name__: plain.vary(objective=each) for each in (LateDropout, LateCount, Begun, Relative)}
 arms |= {"in place": plain.vary(objective=partial(Relative, inplace=True))}
-arms |= {each.__name__: plain.vary(optimizer=each) for each in (Decoupled, OwnMuon)}
+arms |= {each.__name__: plain.vary(optimizer=each) for each in (Decoupled, OwnMuon, OwnSAM)}
 arms |= {"OwnFree": plain.vary(optimizer=OwnFree, schedule="constant", ema=0.0)}
 RUNS = ablate(arms, labels=[50], seeds=range(2), references=False)
 '''
@@ -1041,6 +1044,12 @@ def test_optimizer_whose_step_is_no_multiple_of_the_learning_rate_is_stacked_for
     Stack([training_of(run) for run in strange["Decoupled"]])
     for arm in ("Complete", "OwnMuon", "OwnFree"):
         Stack([training_of(run.vary(lr=rate)) for run, rate in zip(strange[arm], (1e-3, 1e-2))])
+
+
+def test_several_processes_refuse_every_kind_of_sam(strange):
+    with pytest.raises(ValueError, match="SAM moves the weights along the gradient of a whole batch"):
+        check_divisible(strange["OwnSAM"][0], 2)
+    check_divisible(strange["OwnMuon"][0], 2)
 
 
 def test_average_follows_a_buffer_that_the_model_replaces(strange, tmp_path):

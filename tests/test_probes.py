@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 from torch import nn
@@ -99,6 +100,14 @@ def test_knn_agrees_with_sklearn(seed):
     assert len(set(found.values())) > 3
     scaled = Table(rows * generator.uniform(0.1, 10, (400, 1)))  # only the direction of features counts
     assert dict(knn(scaled, splits)) == dict(knn(model, splits))
+
+
+def test_auc_counts_equal_shares_of_the_votes_as_a_tie():
+    rows, labels = clusters(n=700, k=3)
+    model, splits = table_and_splits(rows, labels, 3, n=(300, 0))
+    found = dict(knn(model, splits, ks=(5,), metric="auc"))["auc"]
+    votes = sklearn_knn(5).fit(rows[:300], labels[:300]).predict_proba(rows[300:])
+    assert float(found) == pytest.approx(roc_auc_score(labels[300:], votes, multi_class="ovr"), abs=1e-12)
 
 
 def test_a_tie_goes_to_the_smaller_class_even_if_it_is_farther_away():

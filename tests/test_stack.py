@@ -269,6 +269,13 @@ def test_run_that_cannot_be_stacked_is_trained_once_although_one_of_its_group_di
     assert all(record.finished and record.stacked is None for record in records)
 
 
+def test_lists_of_different_lengths_are_refused(tmp_path):
+    runs, folders = seeds_of(SHORT, 2, tmp_path)
+    with pytest.raises(ValueError, match="got 2 runs, 1 folders, 2 tags and 2 dependencies; expected as many of each"):
+        fit_stacked(runs, folders[:1])
+    assert not folders[0].exists()
+
+
 def test_run_that_is_further_than_the_others_is_trained_alone(tmp_path):
     runs, folders = seeds_of(SHORT.vary(steps=6), 2, tmp_path)
     with fit_module.prepare_training(runs[0], folders[0], fit_module.NO_TAGS, "cpu", None, None) as (ahead, _):

@@ -52,6 +52,7 @@ from smallvit.train import checkpoint, fit_stacked
 from smallvit.train.batches import batch_index
 from smallvit.train.fit import Tags, evaluate
 from smallvit.train.loop import CHECKS, Training
+from smallvit.train.parallel import fit_parallel
 
 SHORT = Run(model=TINY_VIT, labels=50, val=50, steps=24, batch=8, lr=1e-3, augment=augment.digits())
 
@@ -142,6 +143,26 @@ def test_device_that_is_not_there_is_refused_before_anything_is_trained(device, 
     with pytest.raises(ValueError, match=message):
         fit(SHORT.vary(init=SHORT), tmp_path, device=device)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("numerics", "message"),
+    [
+        (Numerics(precision="fp16"), "precision of the numerics is 'fp16'; expected 'fp32' or 'bf16'"),
+        (Numerics(kernel="nativ"), "kernel of the numerics is 'nativ'; expected 'explicit' or 'fused' or 'native'"),
+        (Numerics(kernel="native", compiled=True), "got native blocks and compiled"),
+        ("native", r"numerics is 'native'; expected such as Numerics\(kernel='native'\)"),
+    ],
+    ids=["precision", "kernel", "compiled", "text"],
+)
+def test_unknown_numerics_are_refused_before_anything_is_trained(numerics, message, tmp_path, monkeypatch):
+    for call in (fit, fit_parallel, lambda run, folder, **more: fit_stacked([run, run.vary(seed=1)], [folder, tmp_path], **more)):
+        with pytest.raises(ValueError, match=message):
+            call(SHORT, tmp_path / "run", numerics=numerics)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=message):
+        fit_parallel(SHORT, tmp_path / "run", numerics=numerics)
+    assert not (tmp_path / "run").exists()
 
 
 def test_fit_and_load_do_not_depend_on_the_default_type_and_device_of_torch(finished, tmp_path):

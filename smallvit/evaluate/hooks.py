@@ -126,6 +126,8 @@ def head_input(model: Any) -> Callable[[Tensor], Tensor]:
 
     With timm, `forward_head(..., pre_logits=True)` follows. Layers called `features` are used only if there is nothing else.
     """
+    if getattr(model, "divides_batches", False):
+        head_input(model.members[0])  # an ensemble has the features of its members
     method = getattr(model, "features", None)
     if callable(method) and not isinstance(method, nn.Module):
         return model.features

@@ -135,7 +135,8 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
     """Evaluator (a function that scores a model): measure the cost of a forward pass. Yield the number of multiply-adds for one
     image (`macs`) and the time for a batch in milliseconds (`ms`). `splits` holds the training, validation and test images.
 
-    `ms` is the median of `repeats` passes of `batch` images on this device. For a model that reduces its tokens, also:
+    `ms` is the median of `repeats` passes of `batch` images on this device, or of all test images if there are fewer. For a
+    model that reduces its tokens, also:
 
     tokens   the mean number of tokens after the last block.
     speedup  time of the same model without reduction, with the fastest of its attention kernels, divided by the time of the

@@ -93,11 +93,19 @@ def reported(evaluator: Any, model: nn.Module, splits: Splits) -> Iterator[tuple
         found = [found]
     for pair in found:
         pairs = isinstance(pair, tuple | list) and len(pair) == 2
-        if not (pairs and isinstance(pair[0], str) and hasattr(pair[1], "__float__")):
+        if not (pairs and isinstance(pair[0], str) and is_number(pair[1])):
             raise ValueError(f"{title} gave {pair!r:.60}; expected pairs (name, number), such as yield 'my_score', 0.5")
         yield pair[0], pair[1]
     if before != versions(model):
         raise ValueError(f"{title} has changed the model, which others are still to judge; change a copy: copy.deepcopy(model)")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value that an evaluator gives is a number, also a tensor or an array with one element."""
+    try:
+        return hasattr(value, "__float__") and math.isfinite(float(value))
+    except (TypeError, ValueError, RuntimeError):  # an array with several elements
+        return False
 
 
 def versions(model: nn.Module) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from smallvit.data import Dataset, HeldOut, Subset, sealed_test_images
 from smallvit.data.dataset import current_content, loaded
 from smallvit.evaluate import Splits, check_features_exist, declaration
 from smallvit.flops import reduces
-from smallvit.numerics import DEFAULT, Numerics, full_float32, torch_defaults
+from smallvit.numerics import DEFAULT, Numerics, check_numerics, full_float32, torch_defaults
 from smallvit.passes import check_same_fold
 from smallvit.pretrained import Weights
 from smallvit.record import Record
@@ -99,6 +99,7 @@ def fit(
                RuntimeError if the solver of a linear probe does not converge;
                filelock.Timeout if another process trains this run.
     """
+    check_numerics(numerics)
     folder = Path(folder).expanduser()
     if done := finished_record(run, folder, validation_only):
         return done
@@ -158,6 +159,9 @@ def fit_stacked(
     trained alone, or with others, start again.
     """
     tags, dependencies = tags or [NO_TAGS] * len(runs), dependencies or [{}] * len(runs)
+    if not len(runs) == len(folders) == len(tags) == len(dependencies):
+        counts = f"{len(runs)} runs, {len(folders)} folders, {len(tags)} tags and {len(dependencies)} dependencies"
+        raise ValueError(f"fit_stacked got {counts}; expected as many of each, in the order of the runs")
     options: dict[str, Any] = {"numerics": numerics, "validation_only": validation_only, "reads": reads, "curves": curves}
     with ExitStack() as stack:
         stack.enter_context(training_allowed())
@@ -233,6 +237,7 @@ def prepare_training(
     meanwhile, its record stays and is returned.
     """
     choose_device(device)  # raises ValueError before an earlier run is trained
+    check_numerics(numerics)
     reason = "this run is scored on validation images only" if validation_only else "a run reads them only when it is scored"
     with locked(folder / ".lock"), sealed_test_images(reason), full_float32():
         if done := finished_record(run, folder, validation_only):
@@ -263,7 +268,7 @@ def prepare_training(
         training.origin = "".join([records.code()["sha256"], data.sha256, *training.init_hashes])
 
         def close() -> Record:
-            check_reloaded(training.model, run, subset.train)
+            check_reloaded(training.model, training.objective.model, run, subset.train)
             test, weights = None if validation_only else data.test, temporary(folder / records.WEIGHTS)
             settings = None
             if test is not None and reads:

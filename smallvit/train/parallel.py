@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from smallvit.augment import Batch
 from smallvit.components import function
 from smallvit.data import sealed_test_images
-from smallvit.numerics import DEFAULT, Numerics, full_float32
+from smallvit.numerics import DEFAULT, Numerics, check_numerics, full_float32
 from smallvit.objectives import Supervised
 from smallvit.optimizers import SAM
 from smallvit.record import Record
@@ -73,6 +73,7 @@ def fit_parallel(
                affect each other, such as batch normalization. Also for early stopping, for `steps=0`, and for a batch that
                cannot be divided equally. See `fit` for other errors.
     """
+    check_numerics(numerics)
     folder, options = Path(folder), {"numerics": numerics, "validation_only": validation_only, "reads": reads}
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if processes == 1:
@@ -96,7 +97,8 @@ def check_divisible(run: Run, processes: int):
             f"the objective {objective.__name__} cannot be trained by several processes: only the loss of Supervised is known "
             "to be a mean over images, without random draws; use one process (fit)"
         )
-    if function(run.optimizer) is SAM:
+    optimizer = function(run.optimizer)
+    if isinstance(optimizer, type) and issubclass(optimizer, SAM):
         raise ValueError(
             "SAM moves the weights along the gradient of a whole batch, and each of several processes computes that of a part; "
             "use one process (fit), or another optimizer"

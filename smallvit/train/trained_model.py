@@ -1,5 +1,6 @@
 """The trained model of a finished run: loading, and predicting the classes of new images."""
 
+import copy
 import json
 import math
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit import record as records
-from smallvit.components import options
+from smallvit.components import function, options
 from smallvit.data import DataSpec, Preprocess
 from smallvit.data.images import Images, normalize
 from smallvit.evaluate import frozen
@@ -28,6 +29,7 @@ from smallvit.storage import failures_named, file_sha256, flush_to_disk, parse_j
 from smallvit.vit import is_builtin
 
 from .initialize import WeightsFile, shapes_of
+from .own_numbers import numbers_of, own_parts, restore_numbers
 
 HUB = "hf:"  # an address on the Hugging Face Hub begins with it: hf:user/name or hf:user/name@revision
 CONFIG = "config.json"  # in a shared folder: a short description of the model, and the hashes of the other files
@@ -214,7 +216,7 @@ def too_large(run: Run, preprocess: Preprocess, shapes: dict[str, tuple[int, ...
     may ask for any size. `shapes` are the shapes of the weights, and `preprocess` says how large the images are.
 
     No size in the options of a model exceeds its number of weights, and a model with n weights has at most n blocks. Images
-    may have up to 2^24 values.
+    may have up to 2^24 values. The options of a model of a user's own are not checked: they may be a seed.
     """
     most = max(sum(math.prod(shape) for shape in shapes.values()), MOST_VALUES)
     limits = {"depth": len(shapes) + MOST_BLOCKS, "count": len(shapes) + MOST_BLOCKS}
@@ -223,9 +225,12 @@ def too_large(run: Run, preprocess: Preprocess, shapes: dict[str, tuple[int, ...
 
 
 def sizes_in(model: Callable) -> Iterator[tuple[str, int]]:
-    """Yield the name and the value of each option of a model that is a whole number, also those of a model inside a model."""
+    """Yield the name and the value of each option of a model that is a whole number, also those of a model inside a model.
+    Models of a user's own are left out.
+    """
+    own = function(model).__module__.partition(".")[0] != "smallvit"
     for name, option in options(model).items():
-        if type(option.default) is int:
+        if type(option.default) is int and not own:
             yield name, option.default
         elif name == "of" and callable(option.default):
             yield from sizes_in(option.default)
@@ -281,13 +286,20 @@ def custom_components(described: Any) -> list[str]:
     return sorted({*own, *custom_components(list(described.values()))})
 
 
-def check_reloaded(model: nn.Module, run: Run, images: Images):
+def check_reloaded(model: nn.Module, trained: nn.Module, run: Run, images: Images):
     """Raise ValueError if a trained model with classes of a user's own is not the one that `load` will make from its weights,
     because it has changed a tensor or a number that is not saved. `run` is the `Run` of the model. The outputs for some of
-    `images`, the training images, are compared.
+    `images`, the training images, are compared. `trained` is the model that the optimizer changes: the average (EMA) of its
+    weights in `model` is compared with the numbers that `trained` has in the end, such as a temperature.
     """
     if not len(images) or all(map(is_builtin, model.modules())):
         return
+    if trained is not model:
+        model, ended = copy.deepcopy(model), own_parts(trained)
+        for name, part in own_parts(model).items():
+            last = ended.get(name, part)
+            progress = {"progress": last.progress} if hasattr(last, "progress") else {}
+            restore_numbers(part, numbers_of(last) | progress)
     spec = images.spec
     kind = "features" if not trains_classifier(run) and hasattr(model, "features") else "logits"
     found = []
