@@ -64,9 +64,7 @@ class DeepEnsemble(nn.Module):
         return list(x.chunk(len(self.members)))
 
     def features(self, x: Tensor) -> Tensor:
-        from smallvit.evaluate.hooks import head_input
-
-        features = [head_input(member)(part) for member, part in zip(self.members, self.parts(x))]
+        features = [member.features(part) for member, part in zip(self.members, self.parts(x))]  # pyright: ignore[reportCallIssue]
         return torch.cat(features, dim=0 if self.training else 1)
 
     def forward(self, x: Tensor) -> Tensor:

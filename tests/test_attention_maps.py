@@ -540,8 +540,14 @@ def test_model_without_maps_is_refused_by_name_and_hooks_removed(build, message)
         (lambda model, x: patch_attention(model, x, block=-4), "block is -4; expected one of this model, from 0 to 2"),
         (lambda model, x: patch_attention(model, x, query=(4, 0)), r"query is \(4, 0\); expected row and column .* 4 and 6"),
         (lambda model, x: rollout(model, x, query=(0, -1)), r"query is \(0, -1\)"),
+        (lambda model, x: patch_attention(model, x, query=5), "query is 5; expected row and column of a patch"),
+        (lambda model, x: patch_attention(model, x, query=(1,)), r"query is \(1,\); expected row and column"),
+        (lambda model, x: rollout(model, x, query=(1, 2, 3)), r"query is \(1, 2, 3\); expected row and column"),
+        (lambda model, x: rollout(model, x, query=(1, 0.5)), r"query is \(1, 0.5\); expected row and column"),
+        (lambda model, x: patch_attention(model, x, block=1.0), "block is 1.0; expected one of this model"),
+        (lambda model, x: patch_attention(model, x, block=None), "block is None; expected one of this model"),
+        (lambda model, x: rollout(model, x, residual=None), "residual=None; expected .* a share from 0 to 1"),
     ],
-    ids=["maps of none", "rollout of none", "bytes", "list", "heads", "residual", "block", "block before", "row", "column"],
 )
 def test_wrong_arguments_are_refused(ask, message):
     with pytest.raises(ValueError, match=message):

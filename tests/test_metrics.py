@@ -347,6 +347,8 @@ def test_probes_can_be_judged_by_a_metric(metric):
         assert 0.8 < score < 1
     with pytest.raises(ValueError, match="metric is 'f2'; expected one of 'balanced_accuracy', 'macro_f1', 'auc', or None"):
         list(knn(model, splits, metric="f2"))
+    with pytest.raises(ValueError, match=r"metric is \['auc'\]; expected one of"):
+        list(knn(model, splits, metric=["auc"]))
 
 
 def test_references_have_the_score_of_the_baseline():

@@ -194,7 +194,8 @@ arms |= {"seeded": run.vary(model=Seeded), "seeded twice": run.vary(model=partia
 arms |= {"number, averaged": run.vary(number=True, ema=0.5), "progress": run.vary(model=Annealed)}
 arms |= {"progress, averaged": run.vary(model=Annealed, ema=0.5), "query": vit.vary(pool=QueryPool)}
 ensemble = run.vary(model=partial(DeepEnsemble, of=Centered, count=2), evaluators=(knn,))
-arms |= {"ensemble": ensemble, "ensemble of timm": ensemble.vary(model=partial(DeepEnsemble, of=from_timm, count=2))}
+of_timm = ensemble.vary(model=partial(DeepEnsemble, of=from_timm, count=2))
+arms |= {"ensemble": ensemble, "ensemble of timm": of_timm, "untrained ensemble": of_timm.vary(steps=0)}
 arms |= {"destroys": run.vary(evaluators=(accuracy, destroys))}
 RUNS = ablate(arms, labels=[50], seeds=range(1), references=False)
 '''
@@ -217,7 +218,10 @@ def test_model_of_your_own_is_trained_scored_and_loaded(arm, arms, tmp_path):
     assert record.test["accuracy"] == pytest.approx(right.item(), abs=0.05 if arm == "noise" else 1e-6)
 
 
-@pytest.mark.parametrize("arm", ["timm", "untrained timm", "cached", "lazy", "fixed", "pairs", "query", "ensemble of timm"])
+@pytest.mark.parametrize(
+    "arm",
+    ["timm", "untrained timm", "cached", "lazy", "fixed", "pairs", "query", "ensemble of timm", "untrained ensemble"],
+)
 def test_other_models_and_evaluators_of_your_own_are_not_refused(arm, arms, tmp_path):
     record = fit(arms[arm], tmp_path / "run")
     assert record.finished and record.test[record.score] >= 0

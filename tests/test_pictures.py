@@ -309,7 +309,7 @@ def test_confusion_figure_counts_images_in_rows_of_true_classes(tmp_path):
 def test_confusion_figure_of_all_correct_and_all_wrong_predictions(guess, tmp_path):
     figure = confusion_figure([guess] * 4, [0] * 4, ("a", "b", "c"))
     assert titles(figure) == [f"{4 * guess} of 4 wrong ({guess:.1%})"] and saved_bytes(figure, tmp_path) > 1000
-    assert saved_bytes(confusion_figure([0], [0], ("a",)), tmp_path) > 1000
+    assert saved_bytes(confusion_figure([0], [0], np.array(["a"])), tmp_path) > 1000
 
 
 @pytest.mark.parametrize(
@@ -362,6 +362,8 @@ def test_gallery_accepts_several_types_and_rescales_floats(kind, caplog, tmp_pat
     [
         (lambda: gallery(random_images(2), ["one"]), "got 1 titles for 2 images; expected one each"),
         (lambda: gallery(random_images(2), columns=0), "columns is 0; expected at least 1"),
+        (lambda: gallery(random_images(2), columns=2.5), "columns is 2.5; expected at least 1, a whole number"),
+        (lambda: confusion_figure([0], [0], 10), "classes is 10; expected the names of the classes"),
         (lambda: gallery(random_images(0)), r"got pixels of shape \(0, 1, 8, 12\); expected b c h w, at least one"),
         (lambda: gallery(torch.zeros(8, 8)), r"got pixels of shape \(8, 8\); expected b c h w"),
         (lambda: gallery(torch.ones(1, 1, 8, 8, dtype=torch.int64)), r"pixels of int64; expected bytes \(uint8\), or floats"),

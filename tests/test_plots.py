@@ -174,8 +174,9 @@ def test_any_model_can_be_summarized_if_the_image_size_is_given():
     assert summary(Pixels((8, 8), 1, 10), (1, 8, 8))[-1].shape == (1, 8, 8)
     with pytest.raises(ValueError, match=r"SmallCNN does not say .* give image=\(channels, height, width\)"):
         summary(cnn)
-    with pytest.raises(ValueError, match="expected three numbers: channels, height, width"):
-        summary(cnn, (8, 8))
+    for image in ((8, 8), 28):
+        with pytest.raises(ValueError, match="expected three numbers: channels, height, width"):
+            summary(cnn, image)
 
 
 class Odd(nn.Module):

@@ -124,10 +124,13 @@ def head_input(model: Any) -> Callable[[Tensor], Tensor]:
 
     The function uses `model.features`, or the methods that timm's models have.
 
+    The features of an ensemble are those of its members, side by side.
+
     With timm, `forward_head(..., pre_logits=True)` follows. Layers called `features` are used only if there is nothing else.
     """
-    if getattr(model, "divides_batches", False):
-        head_input(model.members[0])  # an ensemble has the features of its members
+    if getattr(model, "divides_batches", False):  # an ensemble, of which each member sees all images in evaluation
+        readers = [head_input(member) for member in model.members]
+        return lambda x: torch.cat([read(x) for read in readers], dim=1)
     method = getattr(model, "features", None)
     if callable(method) and not isinstance(method, nn.Module):
         return model.features

@@ -195,7 +195,7 @@ def require_metric(metric: str | None, splits: Splits):
     """
     if metric is None:
         return
-    if metric not in OF_PROBES:
+    if metric not in [*OF_PROBES]:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(map(repr, OF_PROBES))}, or None for the accuracy")
     require_every_class(splits)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from numbers import Integral, Real
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .tokens import MAX_ELEMENTS, require_tensor, track_patches
@@ -63,7 +65,7 @@ def patch_attention(model: nn.Module, images: Tensor, *, block: int = -1, query:
     """
     parts = find_attention_parts(model, images)
     depth = len(parts.attentions)
-    if not -depth <= block < depth:
+    if not isinstance(block, Integral) or not -depth <= block < depth:
         raise ValueError(f"block is {block}; expected one of this model, from 0 to {depth - 1}")
     weights = collect_maps(model, images, parts)[block]
     contents = contents_before_attention(model, token_contents(model, images, parts))[block]
@@ -90,7 +92,7 @@ def rollout(
     """
     import torch
 
-    if heads not in HEADS or not 0 <= residual <= 1:
+    if heads not in HEADS or not isinstance(residual, Real) or not 0 <= residual <= 1:
         raise ValueError(
             f"got heads={heads!r}, residual={residual}; expected one of {', '.join(HEADS)}, and a share from 0 to 1"
         )
@@ -325,9 +327,13 @@ def query_weights(parts: AttentionParts, contents: Tensor, query: Query, place: 
     rows, columns = parts.grid
     shares = divide_by_patch_sums(contents)
     if query is not None:
-        if not (0 <= query[0] < rows and 0 <= query[1] < columns):
+        try:
+            row, column = map(index, query)
+        except (TypeError, ValueError):  # other than two whole numbers
+            row = column = -1
+        if not (0 <= row < rows and 0 <= column < columns):
             raise ValueError(f"query is {query}; expected row and column of a patch, below {rows} and {columns}")
-        weights = shares[:, :, query[0] * columns + query[1]]
+        weights = shares[:, :, row * columns + column]
         gone = int((weights.sum(1) == 0).sum())
         if gone:
             raise ValueError(

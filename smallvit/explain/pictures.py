@@ -7,6 +7,7 @@ disk.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from .maps import Query, patch_attention, rollout
@@ -122,8 +123,8 @@ def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int
     titles = list(titles)
     if titles and len(titles) != len(pixels):
         raise ValueError(f"got {len(titles)} titles for {len(pixels)} images; expected one each, or none")
-    if columns < 1:
-        raise ValueError(f"columns is {columns}; expected at least 1")
+    if not isinstance(columns, Integral) or columns < 1:
+        raise ValueError(f"columns is {columns}; expected at least 1, a whole number")
     n, (h, w) = len(pixels), pixels.shape[1:3]
     columns = min(columns, n)
     lines = max((str(title).count("\n") + 1 for title in titles), default=0)

@@ -229,6 +229,8 @@ def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Seq
     """
     import numpy as np
 
+    if not hasattr(classes, "__len__"):
+        raise ValueError(f"classes is {classes!r}; expected the names of the classes, such as ('cat', 'dog')")
     predicted, true, k = to_array(guesses), to_array(labels), len(classes)
     if predicted.ndim != 1 or predicted.shape != true.shape or not len(true):
         raise ValueError(f"got guesses {predicted.shape} and labels {true.shape}; expected as many of each, at least one")

@@ -71,12 +71,12 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
 
     if image is None and not isinstance(model, ViT):
         raise ValueError(f"{type(model).__name__} does not say for which images it is; give image=(channels, height, width)")
-    size = (model.channels, *model.image) if image is None and isinstance(model, ViT) else tuple(image or ())
-    if len(size) != 3:
+    size = (model.channels, *model.image) if image is None and isinstance(model, ViT) else image
+    if not hasattr(size, "__len__") or len(size) != 3:
         raise ValueError(f"image is {size}; expected three numbers: channels, height, width")
     parameters = list(model.parameters())
     noise = torch.rand(1, *size, generator=torch.Generator().manual_seed(0)).to(parameters[0] if parameters else "cpu")
-    rows, flops_before, counted = [Step("image", "", size, 0, 0)], {}, set()
+    rows, flops_before, counted = [Step("image", "", tuple(size), 0, 0)], {}, set()
     # `Pixels` has no parameters and gives no logits
     body: Any = model if parameters or not hasattr(model, "features") else model.features
     counter = flop_counter()
