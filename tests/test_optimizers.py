@@ -859,7 +859,7 @@ class Grouped(AdamW):
         super().step()
 
 class Counting(nn.Module):
-    """The mean of the tokens, three times as large in every third call."""
+    """The mean of the tokens, three times as large in every third step."""
     class_tokens = calls = 0
 
     def __init__(self, dim):
@@ -870,7 +870,7 @@ class Counting(nn.Module):
         if self.training:
             self.calls += 1
             self.largest = max(self.largest, self.calls)
-        return x[:, prefix:].mean(1) * (1 if self.calls % 3 else 3)
+        return x[:, prefix:].mean(1) * (3 if self.training and self.calls % 3 == 0 else 1)
 
 class RunningPool(nn.Module):
     """The mean of the tokens, less its moving average."""

@@ -71,7 +71,7 @@ def summary(model: nn.Module, image: tuple[int, int, int] | None = None) -> Step
 
     if image is None and not isinstance(model, ViT):
         raise ValueError(f"{type(model).__name__} does not say for which images it is; give image=(channels, height, width)")
-    size = (model.channels, *model.image) if image is None and isinstance(model, ViT) else image
+    size: Any = (model.channels, *model.image) if image is None and isinstance(model, ViT) else image
     if not hasattr(size, "__len__") or len(size) != 3:
         raise ValueError(f"image is {size}; expected three numbers: channels, height, width")
     parameters = list(model.parameters())
