@@ -95,6 +95,8 @@ def reported(evaluator: Any, model: nn.Module, splits: Splits) -> Iterator[tuple
         pairs = isinstance(pair, tuple | list) and len(pair) == 2
         if not (pairs and isinstance(pair[0], str) and is_number(pair[1])):
             raise ValueError(f"{title} gave {pair!r:.60}; expected pairs (name, number), such as yield 'my_score', 0.5")
+        if not math.isfinite(pair[1]):
+            raise ValueError(f"{title} gave {pair!r:.60}; expected a finite number; perhaps the run has diverged")
         yield pair[0], pair[1]
     if before != versions(model):
         raise ValueError(f"{title} has changed the model, which others are still to judge; change a copy: copy.deepcopy(model)")
@@ -103,7 +105,7 @@ def reported(evaluator: Any, model: nn.Module, splits: Splits) -> Iterator[tuple
 def is_number(value: Any) -> bool:
     """Return whether a value that an evaluator gives is a number, also a tensor or an array with one element."""
     try:
-        return hasattr(value, "__float__") and math.isfinite(float(value))
+        return hasattr(value, "__float__") and isinstance(float(value), float)
     except (TypeError, ValueError, RuntimeError):  # an array with several elements
         return False
 
