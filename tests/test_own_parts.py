@@ -237,7 +237,7 @@ def test_other_models_and_evaluators_of_your_own_are_not_refused(arm, arms, tmp_
         ("progress", "Annealed.progress is not saved"),
         ("progress, averaged", "Annealed.progress is not saved"),
         ("vector", r"vector gave \('vector', array\(\[0., 0.\]\)\); expected pairs"),
-        ("undefined", r"undefined gave \('undefined', nan\); expected pairs"),
+        ("undefined", r"undefined gave \('undefined', nan\); expected a finite number"),
         ("tuple", "the model gave a tuple; expected a tensor of logits"),
         ("nothing", r"nothing judges the run and has given no number; expected at least one pair \(name, number\)"),
         ("plain", "plain gave 0.5; expected pairs"),
