@@ -107,7 +107,11 @@ FROZEN = {
     "DINO on all digits": ("dino", "DINO on all digits (frozen)", "DINO on all digits (all labels)"),
 }
 # recipes that repeat a comparison on other images -> their data set
-OTHER_DATA = {"inductive_bias_textures": "textured shapes", "inductive_bias_digits": "scikit-learn's digits"}
+OTHER_DATA = {
+    "ablation_textures": "textured shapes",
+    "inductive_bias_textures": "textured shapes",
+    "inductive_bias_digits": "scikit-learn's digits",
+}
 # lines of the figure of accuracy against labels -> recipes and arm
 MODELS = {
     "small ViT with convolutions, Muon, 9,600 steps": (["records"], "small ViT"),
@@ -504,6 +508,8 @@ def carried_tables(recipe: str, copies: Sequence[str]) -> str:
     compared = [row for row in comparison(recipe).main_rows if row.role != "reference"]
     for labels in dict.fromkeys(row.labels for row in compared):
         there = [copy for copy in copies if any(row.labels == labels for row in comparison(copy).main_rows)]
+        if not there:
+            continue
         lines = [["Arm", "MNIST", *(OTHER_DATA[copy] for copy in there)], ["---"] * (len(there) + 2)]
         for row in compared:
             if row.labels == labels:

@@ -159,7 +159,8 @@ class Preprocess:
                 note(f"got images whose largest pixel is 1 of {scale}, so they are nearly black; pass floats for 0 and 1")
             return pixels / scale
         if not pixels.isfinite().all():
-            raise ValueError("got pixels with NaN or infinite values; expected finite floats")
+            expected = "finite floats" if self.dtype == "float32" else "pixels in [0, 1], not normalized"
+            raise ValueError(f"got pixels with NaN or infinite values; expected {expected}")
         if self.dtype == "float32":
             return pixels
         low, high = (float(value) for value in pixels.aminmax())
