@@ -789,6 +789,23 @@ def test_transparent_color_of_a_png_file_with_16_bits_is_not_read_as_opaque(c, t
     assert read_image(tmp_path / "none.png", None, None, "float").pixels.shape == (2, 2, c)
 
 
+def test_hidden_color_of_transparent_pixels_has_no_effect_on_resized_images(tmp_path):
+    """As with 8 bits, where Pillow resizes: a green half, and a transparent half with hidden red."""
+    values = np.zeros((8, 8, 4), np.uint8)
+    values[:, :4], values[:, 4:] = (0, 255, 0, 255), (255, 0, 0, 0)
+    Image.fromarray(values).save(tmp_path / "8.png")
+    write_png_16(tmp_path / "16.png", values.astype(np.uint16) * 257)
+    bytes_read, exact = (read_image(tmp_path / f"{bits}.png", (8, 3), "RGBA", "float").pixels for bits in (8, 16))
+    assert exact[0, 1].tolist() == pytest.approx([0, 1, 0, 0.5], abs=1e-6)
+    assert np.abs(exact - bytes_read).max() < 0.005
+    opaque = np.full((8, 8, 4), 65535, np.uint16)
+    opaque[::2, :, :3] = 1000
+    write_png_16(tmp_path / "opaque.png", opaque)
+    write_png_16(tmp_path / "color.png", np.ascontiguousarray(opaque[..., :3]))
+    one, other = (read_image(tmp_path / f"{name}.png", (5, 3), "RGBA", "float").pixels for name in ("opaque", "color"))
+    assert np.array_equal(one, other)
+
+
 def test_gray_pil_image_with_alpha_in_its_values_is_read():
     image = Image.fromarray(np.full((2, 3, 2), 255, np.uint8), "LA").convert("La")
     assert (read_image(image, None, None).pixels == np.full((2, 3, 1), 255)).all()

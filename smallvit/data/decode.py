@@ -214,7 +214,8 @@ def fit_floats(values: np.ndarray, size: tuple[int, int] | None, mode: str | Non
     """Return a float32 array (h, w, c), converted to the color `mode` and resized to `size`, if given. Raise ValueError, with
     the image's `name`, for transparency that the mode cannot hold.
 
-    The values stay between the smallest and the largest one of the image, which bicubic resizing alone would exceed.
+    The values stay between the smallest and the largest one of the image, which bicubic resizing alone would exceed. Colors are
+    weighted by their opacity (alpha), as Pillow does for bytes, so that the hidden color of a transparent pixel has no effect.
     """
     from PIL import Image
 
@@ -231,9 +232,17 @@ def fit_floats(values: np.ndarray, size: tuple[int, int] | None, mode: str | Non
         color = np.concatenate([color, np.ones_like(color[..., :1]) if alpha is None else alpha], -1)
     if size is not None:
         low, high = color.min((0, 1)), color.max((0, 1))
+        transparent = mode == "RGBA" and low[3] < 1
+        if transparent:
+            color = np.concatenate([color[..., :3] * color[..., 3:], color[..., 3:]], -1)
         bands = [Image.fromarray(np.ascontiguousarray(band)) for band in np.moveaxis(color, -1, 0)]
         resized = [np.array(band.resize((size[1], size[0]), Image.Resampling.BICUBIC)) for band in bands]
-        color = np.stack(resized, -1).clip(low, high)
+        color = np.stack(resized, -1)
+        if transparent:
+            opacity = color[..., 3:].clip(0, 1)
+            shown = np.divide(color[..., :3], opacity, out=np.zeros_like(color[..., :3]), where=opacity > 0)
+            color = np.concatenate([shown, opacity], -1)
+        color = color.clip(low, high)
     return np.ascontiguousarray(color, np.float32)
 
 
