@@ -222,6 +222,13 @@ def find_unlabelled(top: Path, folder: Path, labelled: list[str]) -> list[str]:
     return [Path(os.path.relpath(file, top)).as_posix() for file in found]
 
 
+def expanded(name: str) -> str:
+    """Return a path or pattern with the home folder in place of `~`, which the shell keeps in quotes. A file that really has
+    such a name stays.
+    """
+    return name if os.path.exists(name) else os.path.expanduser(name)
+
+
 def is_image(name: str) -> bool:
     """Return whether a file name ends like that of an image that can be read."""
     return name.lower().endswith(SUFFIXES)

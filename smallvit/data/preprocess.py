@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .decode import MODES, read_image
+from .files import expanded
 from .images import DataSpec, normalize
 from .notes import note
 
@@ -117,7 +118,7 @@ class Preprocess:
                 raise ValueError("expected at least one image, got an empty list")
             return torch.cat([self.pixels(image) for image in images])
         is_path = isinstance(images, str | Path)
-        images = os.path.expanduser(images) if is_path and not os.path.exists(images) else images
+        images = expanded(str(images)) if is_path else images
         if is_path and (os.path.isdir(images) or ("*" in str(images) and not os.path.exists(images))):
             raise ValueError(
                 f"{images} is a folder or a pattern; expected image files: pass a list of them, such as "

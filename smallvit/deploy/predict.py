@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smallvit.components import differences
 from smallvit.data.decode import MissingPackage
-from smallvit.data.files import is_image, unread_suffix, unread_text, visible_files
+from smallvit.data.files import expanded, is_image, unread_suffix, unread_text, visible_files
 from smallvit.record import RECORD, Record, format_labels, read_record, settings_of
 from smallvit.run import fingerprint, rebuild
 from smallvit.train.trained_model import ImageClassifier, TrainedModel, check_batch, load
@@ -142,13 +142,6 @@ def matching(name: str) -> list[str]:
         return [name]
     matches = sorted(glob(name, recursive=True))
     return [*filter(os.path.isfile, matches), *filter(os.path.isdir, matches)]
-
-
-def expanded(name: str) -> str:
-    """Return a path or pattern with the home folder in place of `~`, which the shell keeps in quotes. A file that really has
-    such a name stays.
-    """
-    return name if os.path.exists(name) else os.path.expanduser(name)
 
 
 def ignored_files(names: Iterable[str]) -> Counter[str]:

@@ -7,7 +7,8 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from smallvit.record import RANDOM, Record, format_labels, settings_of
-from smallvit.verdicts.comparison import Condition, condition_of, main_conditions
+from smallvit.verdicts.compare import chain_of
+from smallvit.verdicts.comparison import Condition, condition_of, main_of_groups
 from smallvit.verdicts.folds import pooled
 from smallvit.verdicts.score import ACCURACIES, ACCURACY, Score, score_named
 from smallvit.verdicts.single_folds import FoldVariance
@@ -32,7 +33,7 @@ def main_cells(records: Sequence[Record]) -> dict[tuple[Condition, str], list[Re
     shown, group = [r for r in records if r.role in ("baseline", "technique")], baseline_of_arms(records)
     done = {(r.arm, condition_of(r)) for r in pooled(shown) if r.finished}  # as in `Comparison.main`: of folds, whole passes
     found = [(group[r.arm], condition_of(r), (r.arm, condition_of(r)) in done) for r in shown]
-    main = {baseline: main_conditions(each for each in found if each[0] == baseline) for baseline in {*group.values()}}
+    main = main_of_groups(found)
     cells: dict[tuple[Condition, str], list[Record]] = {}
     for r in shown:
         if r.finished and condition_of(r) in main[group[r.arm]]:
@@ -48,13 +49,7 @@ def baseline_of_arms(records: Sequence[Record]) -> dict[str, str]:
     baselines = {r.arm for r in shown if r.role == "baseline"}
     default = next(iter(baselines)) if len(baselines) == 1 else ""
     controls = {r.arm: r.baseline or default for r in shown if r.role != "baseline"}
-    ends: dict[str, str] = {}
-    for arm in dict.fromkeys(r.arm for r in shown):
-        chain = [arm]
-        while (control := controls.get(chain[-1])) is not None and control not in chain:
-            chain.append(control)
-        ends[arm] = chain[-1]
-    return ends
+    return {arm: chain_of(arm, controls)[-1] for arm in dict.fromkeys(r.arm for r in shown)}
 
 
 def named(cells: Iterable[tuple[Condition, str]], among: Iterable[tuple[Condition, str]]) -> str:

@@ -82,7 +82,7 @@ def cells(row: Row, bold: bool, other: bool) -> list[str]:
     difference = latex(score.difference(d.mean)) if d else "--"
     if d and d.low is not None and d.high is not None:
         difference += " " + latex(score.interval(d.low, d.high))
-    difference += latex(f" (from {row.baseline})") * (d is not None and row.baseline != row.group)
+    difference += latex(f" (from {row.control})") * (d is not None and bool(row.control))
     name = row.arm + f" (by {row.score})" * other
     name = "{}" * name.startswith(("[", "*")) + latex(name)  # otherwise LaTeX takes it for an option of the row above
     return [name, value, difference, latex(p_value(d and d.p_holm)), latex(row.verdict or row.role)]
@@ -100,7 +100,7 @@ def caption(comparison: Comparison) -> str:
     text += " (lower is better)" * score.lower
     baselines = join_names([f"“{name}”" for name in comparison.baselines])
     text += f". Differences are paired and from {latex(baselines)}"
-    text += " or from the arm that is named" * any(row.baseline != row.group for row in comparison.main_rows)
+    text += " or from the arm that is named" * any(row.control for row in comparison.main_rows)
     return text + (
         f"; intervals and $p$-values are about new test images, and $p$ is Holm-corrected for {comparison.family} comparisons."
     )

@@ -58,7 +58,7 @@ def arm_and_control(row: Row) -> str:
     """Return the name of an arm (variant) as a label for a figure. If the arm is compared with another arm than the baseline, a
     second line names that arm: `against +SPT`. `row` holds the results of the arm.
     """
-    return row.arm + f"\nagainst {row.baseline}" * (row.baseline != row.group)
+    return row.arm + f"\nagainst {row.control}" * bool(row.control)
 
 
 @style()

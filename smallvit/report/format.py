@@ -86,7 +86,7 @@ def cost(row: Row, name: str) -> tuple[str, list[str]]:
     }
     sd = row.forward["macs_sd"] if name == "macs" else None
     remarks = [f"± {multiply_adds(sd, value)} SD"] if sd is not None else []
-    remarks += [excess(row.unequal[name], row.baseline == row.group)] if name in row.unequal else []
+    remarks += [excess(row.unequal[name], not row.control)] if name in row.unequal else []
     remarks += ["slower"] if name == "speedup" and value < 1 else []
     return forms.get(name, f"{value:,.0f}"), remarks
 
@@ -119,7 +119,7 @@ def sentence(comparison: Comparison, row: Row) -> str:
     """
     d, reason, score = row.difference, f" ({row.reason})" if row.reason else "", score_of(row)
     start = f"{row.arm} at {row.condition.title}: {row.verdict}"
-    if len(comparison.baselines) > 1 or row.baseline != row.group:
+    if len(comparison.baselines) > 1 or row.control:
         start += f" {'than' if row.decided else 'compared with'} {row.baseline}"
     if d is None:
         return start + reason

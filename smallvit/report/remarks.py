@@ -222,8 +222,7 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     without trials keeps its settings, and gets no verdict if its baseline was tuned. Common means that all arms have the
     settings of the recipe.
     """
-    named = any(row.baseline != row.group for row in comparison.rows)
-    control = " (or from that of the arm in the column “Compared with”)" * named
+    control = " (or from that of the arm in the column “Compared with”)" * any(row.control for row in comparison.rows)
     text += f"""
     Costs are medians over {units} and include pretraining. A cost that differs from the baseline's{control} by more than 5% is
     marked.

@@ -144,7 +144,7 @@ def difference_remarks(row: Row, d: Difference) -> list[str]:
     texts: the control if it is not the baseline, the interval for the same test images, and the number of seeds if some are not
     used. `row` holds the results of the arm, and `d` holds its differences.
     """
-    remarks = [f"from {row.baseline}"] if row.baseline != row.group else []
+    remarks = [f"from {row.control}"] if row.control else []
     remarks += filter(None, [seeds_interval(d, score_of(row))])
     return remarks + [f"n = {len(d.values)}"] * (d.seeds != row.seeds)
 
@@ -244,7 +244,7 @@ def length_cell(row: Row) -> Cell:
     """
     d = row.difference
     score, word = score_of(row), row.verdict or row.role
-    control = [f"from {row.baseline}"] if row.baseline != row.group else []
+    control = [f"from {row.control}"] if row.control else []
     return (score.difference(d.mean), [interval(d, score), *control, word]) if d else ("–", [word])
 
 
@@ -291,7 +291,7 @@ def cost_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list
     for title, rows in each_table(comparison, conditions):
         cells = {row.arm: [cost(row, name) for name in columns] for row in rows}
         names = list(columns.values())
-        if any(row.baseline != row.group for row in rows):
+        if any(row.control for row in rows):
             names.append("Compared with")
             for row in rows:
                 cells[row.arm].append(("–" if row.role == "baseline" else row.baseline, []))

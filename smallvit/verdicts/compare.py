@@ -238,6 +238,16 @@ def controls_of(records: Sequence[Record], roles: Mapping[str, str]) -> dict[str
     return controls
 
 
+def chain_of(arm: str, controls: Mapping[str, str]) -> list[str]:
+    """Return an arm (variant), its control, the control of this control, and so on. The chain ends at an arm that has no
+    control but itself, or before it would be a circle. `controls` is a dict from an arm to the arm it is compared with.
+    """
+    chain = [arm]
+    while (control := controls.get(chain[-1], arm)) not in chain:
+        chain.append(control)
+    return chain
+
+
 def groups_of(controls: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, str]:
     """Return a dict from the name of each arm (variant) to its baseline. `controls` is a dict from an arm to its control, the
     arm it is compared with. A control may have a control itself; this chain is followed up to a baseline. `roles` is a dict
@@ -248,14 +258,10 @@ def groups_of(controls: Mapping[str, str], roles: Mapping[str, str]) -> dict[str
     """
     ends: dict[str, str] = {}
     for arm in controls:
-        chain = [arm]
-        while roles[chain[-1]] != "baseline":
-            if controls[chain[-1]] in chain:
-                circle = " -> ".join([*chain, controls[chain[-1]]])
-                raise ValueError(
-                    f"the baselines of these arms form a circle: {circle}; expected a chain that ends at a baseline"
-                )
-            chain.append(controls[chain[-1]])
+        chain = chain_of(arm, controls)
+        if roles[chain[-1]] != "baseline":
+            circle = " -> ".join([*chain, controls[chain[-1]]])
+            raise ValueError(f"the baselines of these arms form a circle: {circle}; expected a chain that ends at a baseline")
         ends[arm] = chain[-1]
     baselines = [arm for arm in controls if roles[arm] == "baseline"]
     ordered = sorted(ends, key=lambda arm: roles[arm] != "baseline")  # stable: the other arms keep their order

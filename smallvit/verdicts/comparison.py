@@ -52,19 +52,29 @@ def main_conditions(cells: Iterable[tuple[str, Condition, bool]]) -> tuple[Condi
     Settings and lengths without a result do not count, unless there is no result at all. `cells` are tuples: a group, one of
     its conditions, and whether there is a result. Tuned groups come first.
     """
+    cells = list(cells)
+    with_result, main = {group for group, _, done in cells if done}, main_of_groups(cells)
+    found = [conditions for group, conditions in main.items() if group in with_result] or [*main.values()]
+    found.sort(key=lambda conditions: not conditions[0].tuned)
+    return tuple(dict.fromkeys(c for conditions in found for c in conditions))
+
+
+def main_of_groups(cells: Iterable[tuple[str, Condition, bool]]) -> dict[str, list[Condition]]:
+    """Return the main conditions of each group alone, also of a group without any result. `cells` are those of
+    `main_conditions`, which says what the main conditions are.
+    """
     groups: dict[str, dict[Condition, bool]] = {}
     for group, condition, done in cells:
         conditions = groups.setdefault(group, {})
         conditions[condition] = conditions.get(condition, False) or done
-    found: list[list[Condition]] = []
-    for conditions in [each for each in groups.values() if any(each.values())] or groups.values():
+    found: dict[str, list[Condition]] = {}
+    for group, conditions in groups.items():
         among = [c for c, done in conditions.items() if done] or [*conditions]
         tuned = any(c.tuned for c in among)
         longest = max(c.length or 0 for c in among if c.tuned == tuned)
         main = [c for c in conditions if c.tuned == tuned and (c.length or 0) == longest]
-        found.append(sorted(main, key=lambda c: c.order))
-    found.sort(key=lambda main: not main[0].tuned)
-    return tuple(dict.fromkeys(c for main in found for c in main))
+        found[group] = sorted(main, key=lambda c: c.order)
+    return found
 
 
 def is_unavailable(statuses: Iterable[str]) -> bool:
@@ -263,6 +273,11 @@ class Row:
     data: str | None = None
 
     @property
+    def control(self) -> str:
+        """The name of the arm it is compared with, if this is another one than the baseline; otherwise an empty text."""
+        return "" if self.baseline == self.group else self.baseline
+
+    @property
     def units(self) -> str:
         """The word for several seeds: "seeds", or "passes" in a cross-validation."""
         return units(self.folds)
@@ -339,8 +354,13 @@ class Comparison:
 
         Settings and lengths without a result do not count: see `main_conditions`.
         """
+        return main_conditions(self._cells)
+
+    @property
+    def _cells(self) -> list[tuple[str, Condition, bool]]:
+        """The group and the condition of each row, and whether it is a result of more than a reference."""
         rows = sorted(self.rows, key=lambda row: self.baselines.index(row.group))
-        return main_conditions((row.group, row.condition, bool(row.values) and row.role != "reference") for row in rows)
+        return [(row.group, row.condition, bool(row.values) and row.role != "reference") for row in rows]
 
     @property
     def done(self) -> set[Condition]:
@@ -353,7 +373,7 @@ class Comparison:
         The main conditions have the longest training, and tuned settings if there are any. The summary of a report is about
         them.
         """
-        main, of_group = self.main, {part.baselines[0]: part.main for part in self.parts()}
+        main, of_group = self.main, main_of_groups(self._cells)
         return tuple(row for row in self.rows if row.condition in main and row.condition in of_group[row.group])
 
     @property
