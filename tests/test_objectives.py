@@ -105,7 +105,7 @@ def test_class_in_the_place_of_a_model_is_explained(objective):
 
 def test_objectives_that_change_more_than_parameters_in_a_step_are_not_stackable():
     assert {cls.__name__ for cls in vars(objectives).values() if inspect.isclass(cls) and issubclass(cls, Objective) and cls.stackable} == {
-        "Objective", "SemiSupervised", "Supervised", "Distill", "DrLoc", "LearnToPrune", "SSAT",
+        "Objective", "SemiSupervised", "Supervised", "Distill", "DrLoc", "LearnToPrune", "SSAT", "MAE", "LeJEPA",
     }  # fmt: skip
     members = {"before_step": lambda self, progress: None}, {"after_step": lambda self, progress: None}, {"needs_labels": False}
     for member in members:

@@ -14,12 +14,14 @@ from toys import TINY_VIT, slow_after
 
 from smallvit import (
     DINO,
+    MAE,
     ArmRun,
     Distill,
     DistilledTokens,
     LearnedPrune,
     LearnedThresholds,
     LearnToPrune,
+    LeJEPA,
     LocalityAttention,
     MeanTokens,
     Merge,
@@ -34,9 +36,11 @@ from smallvit import (
     arrays,
     augment,
     digits,
+    knn,
     linear_probe,
 )
 from smallvit.launch import autotune, launch
+from smallvit.objectives.collapse import Monitor
 from smallvit.optim import tensor_pairs
 from smallvit.record import CHECKPOINT, WEIGHTS
 from smallvit.train import checkpoint, fit, fit_stacked, loop
@@ -45,6 +49,7 @@ from smallvit.train.stack import NotStackable, Stack, can_draw_together
 
 fit_module = import_module("smallvit.train.fit")  # the attribute `fit` of the package is the function
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, clip=0.5, augment=augment.digits())
+WITHOUT_LABELS = SHORT.vary(objective=MAE, augment=(), unlabelled=True, evaluators=(knn,))
 STACKABLE = {
     "plain": SHORT,
     "LSA": SHORT.vary(attention=LocalityAttention),
@@ -55,6 +60,8 @@ STACKABLE = {
     "layer decay": SHORT.vary(layer_decay=0.5, ema=0.0, clip=0.0),
     "cnn": SHORT.vary(model=SmallCNN),
     "class weights": SHORT.vary(objective=partial(Supervised, class_weight="balanced")),
+    "MAE": WITHOUT_LABELS,
+    "LeJEPA": WITHOUT_LABELS.vary(objective=partial(LeJEPA, hidden=16, dim=4), augment=augment.digit_crops()),
 }
 
 
@@ -67,7 +74,13 @@ def training(run: Run, seed: int) -> Training:
             module.double()
     made.ema_pairs = tensor_pairs(made.ema_model, made.objective.model) if made.ema_model else []
     next_batch = made.next_batch
-    made.next_batch = lambda: (batch := next_batch())._replace(images=batch.images.double(), targets=batch.targets.double())
+
+    def double_batch():
+        batch = next_batch()
+        views = tuple(view.double() for view in batch.views)
+        return batch._replace(images=batch.images.double(), targets=batch.targets.double(), views=views)
+
+    made.next_batch = double_batch
     return made
 
 
@@ -491,3 +504,23 @@ def test_stack_size_reports_what_fails(monkeypatch):
     assert autotune.stack_size(untrained, jobs=1, device="cpu") == (1, "there is nothing to train")
     with pytest.raises(ValueError, match="device is 'cdua'"):
         autotune.stack_size(runs, jobs=1, device="cdua")
+
+
+@pytest.mark.parametrize("name", ["MAE", "LeJEPA"])
+def test_each_run_of_a_stack_without_labels_is_checked_for_collapse(name, tmp_path, monkeypatch):
+    runs, folders = seeds_of(STACKABLE[name], 2, tmp_path)
+    alone = [fit(run, tmp_path / f"alone{run.seed}") for run in runs]
+    seen = {}
+    monkeypatch.setattr(Monitor, "check", lambda monitor, step, observation: seen.update({(id(monitor), step): observation.features}))
+    together = fit_stacked(runs, folders)
+    assert len(seen) == 2 * SHORT.steps and all(features.ndim == 2 for features in seen.values())
+    for one, other in zip(alone, together):
+        assert other.stacked == 2
+        for point, expected in zip(other.health, one.health, strict=True):
+            assert point == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("run", [SHORT, STACKABLE["LeJEPA"]], ids=["labels", "LeJEPA"])
+def test_stack_in_bf16(run, tmp_path):
+    runs, folders = seeds_of(run.vary(precision="bf16"), 2, tmp_path)
+    assert [record.stacked for record in fit_stacked(runs, folders)] == [2, 2]

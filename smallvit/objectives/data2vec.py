@@ -70,10 +70,23 @@ class Data2Vec(TeacherObjective):
         initialize(self.decoder)
         self.parts = [mae]  # a list hides the second use of the student
 
+    def prepare(self, batch: Batch) -> Batch:
+        """Return a copy of the batch that also holds the numbers of the visible and of the hidden patches of each image, for
+        each mask. The training loop calls this method before each step.
+        """
+        batch = super().prepare(batch)
+        return batch._replace(draws=self.parts[0].hide(self.repeated(batch.images)))
+
+    def repeated(self, images: Tensor) -> Tensor:
+        """Return all images once for each mask, shape (masks * batch, channels, height, width)."""
+        return images.repeat(self.masks, 1, 1, 1)
+
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the loss of a batch under the key "loss". `progress` is not used."""
-        images = batch.images.repeat(self.masks, 1, 1, 1)
-        visible, hidden = self.parts[0].hide(images)  # the first random draw of a step
+        """Return a dict with the loss of a batch under the key "loss". Which patches are hidden is drawn if the batch does not
+        say it. `progress` is not used.
+        """
+        images = self.repeated(batch.images)
+        visible, hidden = batch.draws or self.parts[0].hide(images)
         targets = self.targets(batch.images).repeat(self.masks, 1, 1)
         tokens = self.parts[0].encode(images, visible)
         predicted = at_least_float32(self.decoder(tokens, visible, hidden, self.parts[0].grid(images)))

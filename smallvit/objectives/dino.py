@@ -152,6 +152,20 @@ class DINO(TeacherObjective):
                 "of MultiCrop; expected this transform among those of the views, or neighbors=0"
             )
 
+    def prepare(self, batch: Batch) -> Batch:
+        """Return the batch and, with the patch term, which patches of the student's views are hidden. The training loop calls
+        this method before each step.
+        """
+        batch = super().prepare(batch)
+        return batch if self.patch_term is None else batch._replace(draws=(self.draw_hidden(self.patch_term, batch),))
+
+    def draw_hidden(self, patch_term: PatchTerm, batch: Batch) -> Tensor:
+        """Return which patches of the student's global views are hidden, shape (views, patches); see `PatchTerm`. Raise
+        ValueError if the batch does not have two global views of each image.
+        """
+        check_views("DINO", batch)
+        return patch_term.draw_hidden(batch.views[0], self.student.tokenizer.grid(batch.views[0].shape[-2:]))
+
     @property
     def student_heads(self) -> list[Any]:
         """The projection heads of the student: that of whole images and, with the patch term, that of patches."""
@@ -165,8 +179,8 @@ class DINO(TeacherObjective):
         b = len(batch.images)
         self.last_layer_is_frozen = progress < self.freeze
         hidden = None
-        if self.patch_term is not None:  # the first random draw of a step
-            hidden = self.patch_term.draw_hidden(batch.views[0], self.student.tokenizer.grid(batch.views[0].shape[-2:]))
+        if self.patch_term is not None:
+            (hidden,) = batch.draws or (self.draw_hidden(self.patch_term, batch),)
         with torch.no_grad():
             teacher_feature, teacher_patches = self.features_and_patches(self.model, batch.views[0])
             teacher_logits = at_least_float32(self.teacher_head(teacher_feature))
@@ -175,7 +189,7 @@ class DINO(TeacherObjective):
         student_logits = at_least_float32(self.head(torch.cat(features)))
         temperature = self.temperature(progress)
         with torch.no_grad():
-            center = self.loss.center.clone()
+            place, center = self.loss.center.data, self.loss.center.clone()
             targets = ((teacher_logits - center[0]) / temperature).softmax(-1)
             self.observed = Observation(features[0].detach(), targets)
             logits = teacher_logits
@@ -188,10 +202,13 @@ class DINO(TeacherObjective):
         if logits is not teacher_logits:  # the center follows the teacher's own outputs
             self.loss.center.copy_(center)
             self.loss.update_center(torch.stack(teacher_logits.split(b)))
+        self.loss.center.data = place.copy_(self.loss.center)  # lightly has put it elsewhere, where a CUDA graph has no access
         if self.patch_term is not None:
             temperatures = self.temperature(progress, self.patch_term.temperature), self.loss.student_temp
             term = self.patch_term.loss(teacher_patches, patches, hidden, *temperatures, self.loss.center_momentum)
             loss = loss + self.patches * term
+        for head in self.student_heads:  # weight norm keeps the weight, and with it what the gradients of this step need
+            head.last_layer.weight = head.last_layer.weight.detach()
         return {"loss": loss}
 
     def features_and_patches(self, model: Any, views: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -217,6 +234,11 @@ class DINO(TeacherObjective):
             mixed = bank.mix(logits, theirs, valid, center, temperature)
         bank.add(feature, projection, ids)
         return mixed
+
+    def phase(self, progress: float) -> Any:
+        """Return what `forward` computes from `progress`, the finished fraction of the run; see `Objective.phase`."""
+        patches = self.patch_term and self.temperature(progress, self.patch_term.temperature)
+        return progress < self.freeze, progress >= self.settle, self.temperature(progress), patches
 
     def temperature(self, progress: float, end: float | None = None) -> float:
         """Return the softmax temperature of the teacher at one point of the training run. `progress` is the finished fraction

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smallvit.attention import at_least_float32
+from smallvit.augment.batch import upload
 
 from .mae import pixels_of_patches
 
@@ -73,17 +74,19 @@ class NeighborBank(nn.Module):
     def nearest(self, feature: Tensor, ids: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the projections of the images in the bank whose features are nearest, shape (batch, neighbors, bottleneck),
         and which of them are valid, shape (batch, neighbors). `feature` (batch, width) and `ids` (batch) belong to new images;
-        no image is its own neighbor. Return None while the bank has too few images.
+        no image is its own neighbor. Return None while the bank has too few images; on a GPU, no neighbor is valid then.
         """
-        filled = min(int(self.count), len(self.features))
+        size, on_gpu = len(self.features), self.count.is_cuda  # to read a number from a GPU is to wait for it
+        filled = size if on_gpu else min(int(self.count), size)
         if filled < self.neighbors:
             return None
         with torch.autocast(feature.device.type, enabled=False):  # half precision would find other neighbors
             similarity = feature @ self.features[:filled].to(feature).T
-        similarity.masked_fill_(ids[:, None] == self.ids[:filled], -torch.inf)
+        empty = torch.arange(filled, device=ids.device) >= self.count
+        similarity.masked_fill_(empty | (ids[:, None] == self.ids[:filled]), -torch.inf)
         values, index = similarity.topk(self.neighbors, dim=1)
         valid = values.isfinite()
-        return (self.projections[index], valid) if bool(valid.any()) else None
+        return (self.projections[index], valid) if on_gpu or bool(valid.any()) else None
 
     def mix(self, logits: Tensor, theirs: Tensor, valid: Tensor, center: Tensor, temperature: float) -> Tensor:
         """Average the teacher's target for each image with its mean target for similar images (neighbors). A target is
@@ -151,7 +154,7 @@ class PatchTerm(nn.Module):
         count = max(round(self.ratio * n), 1)
         order = torch.rand(len(views), n, device="cpu").argsort(dim=1, stable=True).argsort(dim=1, stable=True)
         masked = torch.rand(len(views), 1, device="cpu") < MASKED_VIEWS
-        return ((order < count) & masked).to(views.device)
+        return upload((order < count) & masked, views.device)
 
     def read(self, model: Any, views: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the features of views, shape (views, width), and the tokens of their patches, shape (views, patches, width).

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from smallvit.attention import at_least_float32
 from smallvit.augment import Batch
+from smallvit.augment.batch import upload
 from smallvit.vit import check_integers
 
 from .collapse import Observation
@@ -52,6 +53,7 @@ class LeJEPA(Objective):
 
     needs_labels = False
     needs_views = True
+    stackable = True
 
     def __init__(self, model: nn.Module, *, weight: float = 0.1, slices: int = 64, hidden: int = 256, dim: int = 32):
         super().__init__(model)
@@ -62,15 +64,25 @@ class LeJEPA(Objective):
         self.weight, self.slices, self.dim = weight, slices, dim
         self.projector = LeJEPAProjectionHead(feature_width(model), hidden, dim)
 
+    def prepare(self, batch: Batch) -> Batch:
+        """Return a copy of the batch that also holds the directions for SIGReg. The training loop calls this method before each
+        step, for each run of a stack separately.
+        """
+        batch = super().prepare(batch)
+        return batch._replace(draws=(upload(self.draw_directions(), batch.images.device),)) if self.weight else batch
+
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the loss of a batch under the key "loss", and its two terms without their weights under the keys
-        "invariance" and "sigreg" (absent if its weight is 0). `progress` is the finished fraction of the training run, from 0
-        to 1. Raise ValueError if the batch does not have two global views of each image.
+        "invariance" and "sigreg" (absent if its weight is 0). The directions are drawn if the batch does not hold them.
+        `progress` is the finished fraction of the training run, from 0 to 1. Raise ValueError if the batch does not have two
+        global views of each image.
         """
         check_views("LeJEPA", batch)
-        directions = self.draw_directions() if self.weight else None  # the first random draw of a step
+        (directions,) = (batch.draws or (self.draw_directions(),)) if self.weight else (None,)
         b, features = len(batch.images), [self.model.features(views) for views in batch.views]
-        outputs = at_least_float32(self.projector(torch.cat(features))).unflatten(0, (-1, b))
+        joined = at_least_float32(torch.cat(features))
+        with torch.autocast(joined.device.type, enabled=False):  # a stack cannot compute BatchNorm in half precision
+            outputs = self.projector(joined).unflatten(0, (-1, b))
         self.observed = Observation(outputs[:2].detach().flatten(0, 1))
         center = outputs[:2].mean(0)  # of the global views
         terms = {"invariance": (outputs - center).square().mean()}
@@ -99,7 +111,7 @@ def sigreg(outputs: Tensor, directions: Tensor) -> Tensor:
         t = torch.linspace(0, T_MAX, KNOTS, dtype=outputs.dtype, device=outputs.device)
         gaussian = (-t.square() / 2).exp()
         weights = 2 * T_MAX / (KNOTS - 1) * gaussian  # twice the half integral, because it is symmetric
-        weights[[0, -1]] /= 2
+        weights[:: KNOTS - 1] /= 2  # the first and the last
         phases = (outputs @ directions)[..., None] * t
         squares = (phases.cos().mean(-3) - gaussian).square() + phases.sin().mean(-3).square()
         return outputs.shape[-2] * (squares @ weights).mean()

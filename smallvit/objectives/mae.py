@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 
 from smallvit.attention import Attention, at_least_float32
 from smallvit.augment import Batch, RandomErasing
+from smallvit.augment.batch import upload
 from smallvit.evaluate import frozen
 from smallvit.flops import reduces
 from smallvit.positions import SinCos2d
@@ -83,6 +84,7 @@ class MAE(Objective):
     """
 
     needs_labels = False
+    stackable = True
 
     def __init__(
         self,
@@ -123,13 +125,21 @@ class MAE(Objective):
         super().check_run(run)
         check_targets(cls.__name__, run)
 
+    def prepare(self, batch: Batch) -> Batch:
+        """Return a copy of the batch that also holds the numbers of the visible and of the hidden patches of each image. The
+        training loop calls this method before each step, for each run of a stack separately.
+        """
+        batch = super().prepare(batch)
+        return batch._replace(draws=self.hide(batch.images))
+
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
-        """Return a dict with the reconstruction loss of a batch under the key "loss". `progress` is not used.
+        """Return a dict with the reconstruction loss of a batch under the key "loss". Which patches are hidden is drawn if the
+        batch does not say it. `progress` is not used.
 
         Also stores the pooled features of the visible patches in the attribute `observed`, which is checked for collapse.
         """
         images = batch.images
-        visible, hidden = self.hide(images)  # the first random draw of a step, so that dropout does not change it
+        visible, hidden = batch.draws or self.hide(images)
         tokens = self.encode(images, visible)
         with torch.no_grad():
             self.observed = Observation(self.model.pooled(tokens.detach(), None))
@@ -167,8 +177,8 @@ class MAE(Objective):
         """
         n = prod(self.grid(images))
         order = torch.rand(len(images), n, generator=generator, device="cpu").argsort(dim=1, stable=True)
-        k = count_visible(self.ratio, n)
-        return order[:, :k].sort().values.to(images.device), order[:, k:].sort().values.to(images.device)
+        order, k = upload(order, images.device), count_visible(self.ratio, n)
+        return order[:, :k].sort().values, order[:, k:].sort().values
 
     def encode(self, images: Tensor, visible: Tensor) -> Tensor:
         """Return the tokens of the encoder, which is run on the visible patches only. `visible` (batch, visible) holds the

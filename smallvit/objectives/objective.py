@@ -40,8 +40,9 @@ class Objective(nn.Module):
     needs_teacher  True if the objective learns from the trained model of another run. The constructor is then called with
                    `(model, teacher)`.
     stackable      True if runs that differ only in seed, learning rate and number of labels can be trained together by `vmap`.
-                   For this, a step may change only two things: parameters, by their gradients, and buffers, in `forward`. The
-                   default is False for a subclass that overrides `before_step` or `after_step`, or that needs no labels.
+                   For this, a step may change only three things: parameters, by their gradients; buffers, in `forward`; and
+                   `observed`. Random numbers are drawn in `prepare`. The default is False for a subclass that overrides
+                   `before_step` or `after_step`, or that needs no labels.
     changes_weights  True if `after_step` changes weights that are trained, for example limits them.
     unlabelled     the unlabelled images that each step needs beside the labelled ones, as `Unlabelled`; None: no images. The
                    training loop then puts views of them into `batch.views`. Their labels cannot be read.
@@ -98,6 +99,12 @@ class Objective(nn.Module):
         """
         check_batch(type(self).__name__, batch)
         return batch
+
+    def phase(self, progress: float) -> Any:
+        """Return what `forward` computes from `progress`, the finished fraction of the training run, or None if it does not
+        read it. In steps with equal phases, `forward` must do the same with its tensors: on a GPU, such a step is recorded once
+        and then repeated (a CUDA graph). By default None is returned, and steps that do read `progress` are not recorded.
+        """
 
     def before_step(self, progress: float):
         """Change the gradients before the optimizer step, for example clip them. By default nothing is done. `progress` is the

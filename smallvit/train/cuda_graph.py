@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from smallvit.augment import Batch
@@ -52,6 +53,8 @@ class GradientStep:
     parameters                 what gets the gradients
     others                     all other tensors of the model, which `compute` may change
     reason                     why nothing is recorded, or None. It is set if recording fails.
+    phase(progress)            what `compute` reads from the progress, or None if it reads nothing; see `Objective.phase`. A
+                               recorded step is used as long as the phase stays the same.
     """
 
     def __init__(
@@ -60,26 +63,32 @@ class GradientStep:
         parameters: Sequence[Tensor],
         others: Sequence[Tensor],
         reason: str | None,
+        phase: Callable[[float], Any] = lambda progress: None,
     ):
-        self.compute, self.parameters, self.others, self.reason = compute, parameters, others, reason
+        self.compute, self.parameters, self.others, self.reason, self.phase = compute, parameters, others, reason, phase
+        self.now: Any = None  # the phase of the present steps, and their number
         self.steps = 0
         self.graph: Any = None
 
     def __call__(self, batch: Batch, progress: float) -> Tensor:
         """Compute the gradients of a step, and return the loss or the losses. They keep their values until the next call."""
+        if self.reason is None and (now := self.phase(progress)) != self.now:
+            self.now, self.steps, self.graph = now, 0, None
         self.steps += 1
         if self.reason is None and self.steps > FIRST_STEPS:
             if self.graph is not None and self.places != self.places_now():  # a tensor has moved: record again
                 self.graph = None
             if self.graph is None:
-                self.record(batch)
+                self.record(batch, Unused() if self.now is None else progress)
             tensors = tree_leaves(batch)
             if self.graph is not None and shapes(tensors) == self.shapes:
                 return self.replay(tensors)
         return self.compute(batch, progress)
 
-    def record(self, batch: Batch):
-        """Record a step, and check it on the `batch`. If this fails, `reason` says why, and nothing is recorded later."""
+    def record(self, batch: Batch, progress: Any):
+        """Record a step, and check it on the `batch`. If this fails, `reason` says why, and nothing is recorded later. If the
+        step may not read the finished fraction of the training, `progress` is `Unused`.
+        """
         device = batch.images.device
         draws, others = random_states(device), [other.clone() for other in self.others]
 
@@ -97,13 +106,13 @@ class GradientStep:
                 for _ in range(2):
                     restore()
                     before = cpu_generators()
-                    expected = self.result(self.compute(self.batch, Unused()))
+                    expected = self.result(self.compute(self.batch, progress))
                     if before != cpu_generators():
                         raise ValueError("the step draws random numbers on the CPU")
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.loss = self.compute(self.batch, Unused())
+                self.loss = self.compute(self.batch, progress)
             self.gradients = [parameter.grad for parameter in self.parameters]
             restore()
             graph.replay()
@@ -149,8 +158,6 @@ def reason_against(objective: Any, device: torch.device, steps: int, compiled: b
         return f"{steps} steps are too few"
     if compiled:
         return "blocks are compiled"
-    if not objective.stackable:
-        return f"{type(objective).__name__} changes state outside the gradient step"
     if objective.scheduled_modules:
         return f"{type(objective.scheduled_modules[0]).__name__} changes during the training"
     for module in objective.modules():
@@ -167,10 +174,11 @@ def reason_against(objective: Any, device: torch.device, steps: int, compiled: b
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether functions of others are called in the forward or the backward pass of a module, or for the gradient of one
-    of its own parameters.
+    of its own parameters. PyTorch's weight norm, which is computed by a hook, does not count.
     """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(each, name, None) for each in (module, *module.parameters(recurse=False)) for name in names)
+    found = [getattr(each, name, None) or {} for each in (module, *module.parameters(recurse=False)) for name in names]
+    return any(not isinstance(hook, WeightNorm) for hooks in found for hook in hooks.values())
 
 
 def cpu_generators() -> list[Any]:

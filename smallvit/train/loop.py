@@ -75,8 +75,8 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
     saved = last = time.perf_counter()
     while first.step < first.run.steps and not first.stopped_early():
         train_step()
-        if not first.run.reads_labels:
-            first.monitor.check(first.step, first.objective.observed)
+        for member in () if first.run.reads_labels else members:
+            member.monitor.check(member.step, member.objective.observed)
         if first.step in first.checks:
             for member in members:
                 member.validate()
@@ -335,7 +335,7 @@ class Training:
             loss.backward()
             return loss.detach()
 
-        return GradientStep(compute, self.parameters, self.not_trained, self.reason_against_graph)
+        return GradientStep(compute, self.parameters, self.not_trained, self.reason_against_graph, self.objective.phase)
 
     @property
     def reason_against_graph(self) -> str | None:

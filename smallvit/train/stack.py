@@ -17,6 +17,7 @@ from torch.func import functional_call, vmap
 from smallvit.augment import Batch
 from smallvit.augment.batch import changes_parts
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
+from smallvit.objectives.collapse import Observation
 from smallvit.optim import ema_update
 from smallvit.optimizers import SAM, SCALARS
 from smallvit.vit import is_builtin
@@ -112,13 +113,21 @@ class Stack:
     def losses(self, weights: dict[str, Tensor], batch: Batch, progress: Any) -> Tensor:
         """Return the loss of each training run in the stack on its own batch, as a tensor of shape (runs,). In `weights` and
         `batch`, the first axis of all tensors is the run. `progress` is the finished fraction of the training.
-        """
 
-        def loss(own_weights: dict[str, Tensor], own_batch: Batch) -> Tensor:
-            return functional_call(self.first.objective, own_weights, (own_batch, progress))["loss"]
+        The objective of each run also gets what it would have observed, if the runs learn without labels.
+        """
+        objective = self.first.objective
+
+        def loss_and_observation(own_weights: dict[str, Tensor], own_batch: Batch) -> tuple[Tensor, list[Tensor]]:
+            loss = functional_call(objective, own_weights, (own_batch, progress))["loss"]
+            return loss, [tensor for tensor in objective.observed or () if tensor is not None]
 
         with self.first.computing(), self.numerics_context.active():
-            return vmap(loss)(weights, batch)
+            losses, observed = vmap(loss_and_observation)(weights, batch)
+        if observed:
+            for member, own in zip(self.members, zip(*observed)):
+                member.objective.observed = Observation(*own)
+        return losses
 
     def check_optimizer(self):
         """Raise NotStackable if an optimizer of a user's own changes the weights of a stack otherwise than those of one run."""
@@ -276,7 +285,8 @@ class Stack:
                 self.clip_gradients()
             return losses.detach()
 
-        return GradientStep(compute, [*self.parameters.values()], self.not_trained, self.first.reason_against_graph)
+        parameters, reason = [*self.parameters.values()], self.first.reason_against_graph
+        return GradientStep(compute, parameters, self.not_trained, reason, self.first.objective.phase)
 
     @torch.no_grad()
     def update_weights(self):
