@@ -181,8 +181,11 @@ def test_apply_refuses_parts_of_different_sizes_and_transforms_that_cannot_chang
         augment.apply(digits(), batch, [seeded(0), seeded(1)])
     with pytest.raises(ValueError, match="cannot change several parts of a batch at once"):
         augment.apply([lambda batch, generator: batch], Batch(torch.rand(4, 1, 8, 8), torch.eye(4)), [seeded(0), seeded(1)])
+    own = augment.MultiCrop(first=(lambda batch, generator: batch,))
     with pytest.raises(ValueError, match=r"MultiCrop.* cannot change several parts of a batch at once"):
-        augment.apply(augment.digit_crops(), Batch(torch.rand(4, 1, 8, 8), torch.eye(4)), [seeded(0), seeded(1)])
+        augment.apply([own], Batch(torch.rand(4, 1, 8, 8), torch.eye(4)), [seeded(0), seeded(1)])
+    with pytest.raises(ValueError, match="MultiCrop got several generators and a transform that is not smallvit's; expected one"):
+        own(Batch(torch.rand(4, 1, 8, 8), torch.eye(4)), seeded(0), seeded(1))
 
 
 def test_apply_returns_tensors_that_gradients_can_flow_through():

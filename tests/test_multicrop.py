@@ -41,6 +41,26 @@ def views_of(batch, *transforms, seed=0):
     return augment.apply(transforms, batch, seeded(seed)).views
 
 
+CROP, SMALL_CROP = Warp(crop=(0.4, 1.0), size=10), Warp(crop=(0.1, 0.4), size=6)
+SEVERAL = PRESETS | {
+    "no local views": digit_crops(local=0),
+    "two ends": (MultiCrop(first=(CROP, Flip(), Blur()), second=(CROP, Solarize()), small=(SMALL_CROP,), local=2),),
+    "no crop": (Flip(), MultiCrop(first=(Noise(),), second=(Flip(), Noise()), small=(Gray(),), local=2)),
+}
+
+
+@pytest.mark.parametrize("transforms", SEVERAL.values(), ids=SEVERAL)
+def test_views_of_several_parts_made_at_once_are_bitwise_those_of_each_part_alone(transforms):
+    batch = random_batch(12, c=3)
+    parts = [Batch(batch.images[start : start + 4], batch.targets[start : start + 4]) for start in (0, 4, 8)]
+    alone = [augment.apply(transforms, part, seeded(seed)) for seed, part in enumerate(parts)]
+    together = augment.apply(transforms, batch, [seeded(seed) for seed in range(3)])
+    assert torch.equal(together.images, torch.cat([part.images for part in alone]))
+    assert len(together.views) == len(alone[0].views)
+    for number, views in enumerate(together.views):
+        assert torch.equal(views, torch.cat([part.views[number] for part in alone]))
+
+
 # The crops of Warp
 
 

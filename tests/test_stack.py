@@ -146,6 +146,8 @@ DRAWN = {
     "no augmentation": SHORT.vary(augment=()),
     "mixed": SHORT.vary(augment=(*augment.digits(), augment.Mixup(), augment.RandomErasing())),
     "unlabelled images": SHORT.vary(objective=SEMI),
+    "hidden patches": STACKABLE["MAE"],
+    "views": STACKABLE["LeJEPA"],
 }
 
 
@@ -157,7 +159,10 @@ def members_of(run: Run, seeds=(3, 1, 4), labels=(50, 50, 50)) -> list[Training]
 
 @pytest.mark.parametrize("labels", [(50, 50, 50), (10, 400, None)], ids=["equal", "three numbers of labels"])
 @pytest.mark.parametrize("name", slow_after(1, DRAWN))
-def test_batches_that_are_drawn_together_are_those_of_each_run_bit_for_bit(name, labels):
+def test_batches_that_are_drawn_together_are_those_of_each_run_bit_for_bit(name, labels, monkeypatch):
+    if name == "views":  # which are drawn together on a GPU only
+        assert not can_draw_together(members_of(DRAWN[name]))
+        monkeypatch.setattr("smallvit.train.stack.can_draw_together", lambda members: True)
     alone, together = members_of(DRAWN[name], labels=labels), members_of(DRAWN[name], labels=labels)
     stack = Stack(together)
     assert stack.source is not None
@@ -167,8 +172,9 @@ def test_batches_that_are_drawn_together_are_those_of_each_run_bit_for_bit(name,
         batch, expected = stack.next_batch(), [one.next_batch() for one in alone]
         for number, own in enumerate(expected):
             assert torch.equal(batch.images[number], own.images) and torch.equal(batch.targets[number], own.targets)
-            assert len(batch.views) == len(own.views)
-            assert all(torch.equal(views[number], one) for views, one in zip(batch.views, own.views))
+            for found, one in ((batch.views, own.views), (batch.draws, own.draws)):
+                assert len(found) == len(one)
+                assert all(torch.equal(tensor[number], tensor_of_one) for tensor, tensor_of_one in zip(found, one))
         assert [one.trace.batches for one in together] == [one.trace.batches for one in alone]
 
 

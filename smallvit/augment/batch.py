@@ -132,7 +132,7 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
     if unknown:
         raise ValueError(
             f"{unknown[0]!r} cannot change several parts of a batch at once; expected one generator, or only transforms of "
-            "smallvit other than MultiCrop"
+            "smallvit"
         )
     changed = batch
     exact = torch.autocast(batch.images.device.type, enabled=False)  # pixels are not rounded to half precision
@@ -147,9 +147,11 @@ def apply(transforms: Sequence[Augmentation], batch: Batch, generator: Generator
 
 def changes_parts(transform: Augmentation) -> bool:
     """Return whether a transform can change several parts of a batch at once, each with its own random numbers. Those of this
-    package can, except for `MultiCrop`. A `Transform` of somebody else could mix images of different parts.
+    package can; a `MultiCrop` can if all its transforms can. A `Transform` of somebody else could mix images of two parts.
     """
-    return isinstance(transform, Transform) and type(transform).__module__.startswith("smallvit.augment.")
+    inner = getattr(transform, "transforms", None)  # of a MultiCrop
+    known = isinstance(transform, Transform) if inner is None else all(map(changes_parts, inner))
+    return known and type(transform).__module__.startswith("smallvit.augment.")
 
 
 def _usual(tensor: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Generator
 
-from .batch import Batch, Transform, check_batch, concatenate, height_width, is_whole_number
+from .batch import Batch, Transform, changes_parts, check_batch, concatenate, height_width, is_whole_number
 from .pixels import Flip
 from .warp import Warp, warp_together
 
@@ -27,7 +28,9 @@ class MultiCrop:
     change the views. The model must accept the size of the local views; smallvit's ViT resamples its positions.
 
     Random numbers are drawn in the order of the views: for the first global view, the second one, and the local views. Then all
-    views are made. Transforms that do not come from smallvit draw their numbers when they are called, after all others.
+    views are made. Transforms that do not come from smallvit draw their numbers when they are called, after all others. With
+    several generators, the batch consists of as many parts of equal size, whose views are made at once: first all views of the
+    first part, in the order above, then those of the second one, and so on.
 
     Paper     Caron et al. 2020 (SwAV), arXiv:2006.09882, section 3.3.
     Raises    ValueError if `local` is negative, if there are local views but no `small` transforms, or if the two global views
@@ -50,9 +53,13 @@ class MultiCrop:
             raise ValueError(f"MultiCrop(local={self.local}) needs transforms for local views: set small=(Warp(size=...),)")
 
     @property
+    def transforms(self) -> tuple[Callable, ...]:
+        """All transforms of the views."""
+        return (*self.first, *(self.second or ()), *self.small)
+
+    @property
     def unsafe_for_digits(self) -> str | None:
-        transforms = (*self.first, *(self.second or ()), *self.small)
-        return next((reason for step in transforms if (reason := getattr(step, "unsafe_for_digits", None))), None)
+        return next((reason for step in self.transforms if (reason := getattr(step, "unsafe_for_digits", None))), None)
 
     def table(self, image_size: int | tuple[int, int]) -> list[tuple[str, int, tuple[int, int]]]:
         """Return a list of the views that are made of an image. Each row is (name, number of views, (height, width) in pixels);
@@ -78,32 +85,50 @@ class MultiCrop:
             raise ValueError(f"the global views have {first} and {second} pixels; give the Warps of both the same size")
         return [("global", 2, first)] + [("local", self.local, size_after(self.small))] * (self.local > 0)
 
-    def __call__(self, batch: Batch, generator: Generator) -> Batch:
-        check_batch("MultiCrop", batch, [generator])
+    def __call__(self, batch: Batch, *generators: Generator) -> Batch:
+        check_batch("MultiCrop", batch, generators)
+        if len(generators) > 1 and not all(map(changes_parts, self.transforms)):
+            raise ValueError("MultiCrop got several generators and a transform that is not smallvit's; expected one generator")
         with torch.autocast(batch.images.device.type, enabled=False):  # pixels are not rounded to half precision
-            return self._with_views(batch, generator)
+            return self._with_views(batch, generators)
 
-    def _with_views(self, batch: Batch, generator: Generator) -> Batch:
+    def _with_views(self, batch: Batch, generators: Sequence[Generator]) -> Batch:
         """Return the batch with its views."""
         b, c, h, w = batch.images.shape
         if not b:
             raise ValueError("MultiCrop got a batch without images; expected at least one")
         self.table((h, w))  # raises ValueError if the global views differ in size
-        if self.second is None:
-            both, rest = _draw_all(self.first, (2 * b, c, h, w), generator), []
-        else:
-            drawn = [_draw_all(transforms, (b, c, h, w), generator) for transforms in (self.first, self.second)]
-            both = _join(*drawn)
-            rest = [one[len(both) :] for one in drawn]
-        parts = [both, _draw_all(self.small, (self.local * b, c, h, w), generator)] if self.local else [both]
-        views = _make_views(batch, parts, (2, self.local), generator)
-        if any(rest):
+        shape = (b // len(generators), c, h, w)
+        both, first, second, small = (_concatenate_parts(parts) for parts in zip(*(self._draw(shape, g) for g in generators)))
+        generator = generators[0]  # of transforms that draw when they are called, which are refused with several generators
+        groups, counts = ([both, small], (2, self.local)) if self.local else ([both], (2,))
+        views = _make_views(batch, groups, counts, generator)
+        if first or second:
             both_images, both_targets = views[0].images, views[0].targets  # not chunk(2), whose parts must not be overwritten
             halves = [Batch(both_images[part], both_targets[part]) for part in (slice(b), slice(b, None))]
-            changed = [_change(half, drawn, generator) for half, drawn in zip(halves, rest)]
+            changed = [_change(half, drawn, generator) for half, drawn in zip(halves, (first, second))]
             if any(new.images is not old.images for new, old in zip(changed, halves)):  # otherwise changed in place
                 views[0] = Batch(torch.cat([half.images for half in changed]), views[0].targets)
-        return batch._replace(views=tuple(part.images for part in views))
+        images = [part.images for part in views]
+        if len(generators) > 1:  # b: the images of a part
+            sizes = {"parts": len(generators), "b": shape[0]}
+            images = [rearrange(each, "(views parts b) c h w -> (parts views b) c h w", **sizes) for each in images]
+        return batch._replace(views=tuple(images))
+
+    def _draw(self, shape: Sequence[int], generator: Generator) -> "list[tuple[int, Drawn]]":
+        """Return the transforms of both global views together, those that only the first and only the second one has after
+        them, and those of the local views, with random numbers for images of a `shape` (batch, channels, height, width). Each
+        comes with the number of views of an image.
+        """
+        b, *image = shape
+        if self.second is None:
+            both, first, second = _draw_all(self.first, (2 * b, *image), generator), [], []
+        else:
+            first, second = (_draw_all(transforms, shape, generator) for transforms in (self.first, self.second))
+            both = _join(first, second)
+            first, second = first[len(both) :], second[len(both) :]
+        small = _draw_all(self.small, (self.local * b, *image), generator) if self.local else []
+        return [(2, both), (1, first), (1, second), (self.local, small)]
 
 
 Drawn = list[tuple[Callable, Any]]
@@ -124,6 +149,22 @@ def _draw_all(transforms: Sequence[Callable], shape: Sequence[int], generator: G
         if isinstance(transform, Warp):
             shape = (*shape[:2], *transform.output_size(*shape[2:]))
     return drawn
+
+
+def _concatenate_parts(parts: "Sequence[tuple[int, Drawn]]") -> Drawn:
+    """Return the transforms of all parts of a batch, with the random numbers of all parts: those for the first views of all
+    images come first, then those for the second views, and so on. Each part has the number of views of an image, and the
+    transforms, which are the same in all parts.
+    """
+    if len(parts) == 1:
+        return parts[0][1]
+    views = parts[0][0]
+    joined: Drawn = []
+    for drawn in zip(*(transforms for _, transforms in parts)):
+        by_view = [{name: numbers.unflatten(0, (views, -1)) for name, numbers in random.items()} for _, random in drawn]
+        random = {name: torch.cat([own[name] for own in by_view], dim=1).flatten(0, 1) for name in by_view[0]}
+        joined.append((drawn[0][0], random))
+    return joined
 
 
 def _join(first: Drawn, second: Drawn) -> Drawn:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from smallvit.augment import Batch
+from smallvit.augment import Batch, MultiCrop
 from smallvit.augment.batch import changes_parts
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives.collapse import Observation
@@ -406,9 +406,12 @@ def steps_alike(make: Callable[[list[dict]], Any], groups: Sequence[dict], share
 
 def can_draw_together(members: Sequence[Training]) -> bool:
     """Return whether the batches of several runs can be drawn by `draw_batch`: all transforms can change several parts of a
-    batch at once, and the runs normalize their images alike, unlike the folds of a cross-validation.
+    batch at once, and the runs normalize their images alike, unlike the folds of a cross-validation. On a CPU, the views of
+    `MultiCrop` are made for one run after another: those of all runs do not fit into its caches.
     """
     first = members[0]
+    if first.device.type == "cpu" and any(isinstance(transform, MultiCrop) for transform in first.run.augment):
+        return False
     views = [] if first.pool is None else first.objective.unlabelled.views
     known = all(changes_parts(transform) for transforms in (first.run.augment, *views) for transform in transforms)
     return known and all(member.spec == first.spec for member in members)
