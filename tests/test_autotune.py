@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from toys import TINY_VIT, slow_after
 
-from smallvit import DINO, ArmRun, PatchEmbed, Run, SemiSupervised, ViT, ablate, augment
+from smallvit import DINO, ArmRun, LeJEPA, PatchEmbed, Run, SemiSupervised, ViT, ablate, augment
 from smallvit.__main__ import main
 from smallvit.flops import footprint
 from smallvit.launch import autotune, launch, plan
@@ -206,6 +206,15 @@ def test_stack_on_a_gpu_counts_unlabelled_images_and_all_kinds_of_runs():
     many = {f"a{batch}": SHORT.vary(batch=batch, steps=100) for batch in range(4, 16)}
     assert autotune.stack_for_gpu(comparison(a=small)) == 64
     assert autotune.stack_for_gpu(comparison(a=large)) == autotune.stack_for_gpu(comparison(**many, b=large)) < 64
+
+
+def test_stack_on_a_gpu_counts_the_views_of_images():
+    """On digits of 8 x 8 pixels, two views of 8 x 8 and four of 16 x 16 have 18 times the pixels of an image."""
+    model = partial(ViT, tokenizer=partial(PatchEmbed, patch=1), dim=64, depth=4, heads=4)
+    images = SHORT.vary(model=model, batch=8, augment=())
+    views = SHORT.vary(model=model, batch=8, objective=LeJEPA, augment=augment.digit_crops(), unlabelled=True)
+    found = [autotune.stack_for_gpu(comparison(a=run)) for run in (images, images.vary(batch=18 * 8), views)]
+    assert found[0] > found[1] == found[2] > 1
 
 
 def test_stack_on_a_gpu_is_one_run_if_there_is_nothing_to_train():

@@ -21,7 +21,7 @@ from smallvit.augment import Batch
 from smallvit.components import function
 from smallvit.evaluate import METRICS, accuracy, augmented_accuracy, calibration, knn
 from smallvit.flops import closed_form, seen_tokens, unreduced
-from smallvit.objectives import DINO, MAE, SSAT, Distill, DrLoc, LearnThresholds, LearnToPrune, Objective, Supervised
+from smallvit.objectives import DINO, MAE, SSAT, Distill, DrLoc, LearnThresholds, LearnToPrune, LeJEPA, Objective, Supervised
 from smallvit.optim import decay_groups
 from smallvit.pooling import MeanTokens
 from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
@@ -113,6 +113,63 @@ def test_objectives_that_change_more_than_parameters_in_a_step_are_not_stackable
         assert not changed.stackable and not type("Child", (changed,), {}).stackable
         assert type("Declared", (Supervised,), member | {"stackable": True}).stackable
     assert type("Plain", (Supervised,), {}).stackable
+
+
+class TwoMasks(MAE):
+    """Two masks of each image, and the mirrored images."""
+
+    def forward(self, batch, progress):
+        both = batch._replace(images=torch.cat([batch.images, batch.images.flip(-1)]))
+        self.losses = [super(TwoMasks, self).forward(both, progress)["loss"] for _ in range(2)]
+        return {"loss": sum(self.losses)}
+
+
+class WithMAE(LeJEPA):
+    def __init__(self, model):
+        super().__init__(model, hidden=16, dim=4)
+        self.mae = MAE(model)
+
+    def forward(self, batch, progress):
+        return {"loss": super().forward(batch, progress)["loss"] + self.mae(batch, progress)["loss"]}
+
+
+class Spread(DINO):
+    """A term for the prototypes, which are the weight of the last layer."""
+
+    def __init__(self, model):
+        super().__init__(model, prototypes=12, hidden=16, bottleneck=8)
+
+    def forward(self, batch, progress):
+        loss, weight = super().forward(batch, progress)["loss"], self.head.last_layer.weight
+        return {"loss": 0 * loss + (weight @ weight.T).square().sum()}
+
+
+@pytest.mark.parametrize("kind", [TwoMasks, WithMAE, Spread])
+def test_subclass_that_overrides_forward_draws_there_and_gets_all_gradients(kind):
+    torch.manual_seed(0)
+    objective = kind(tiny_vit((8, 8), classes=10)).train()
+    batch = Batch(torch.randn(6, 1, 8, 8), torch.zeros(6, 10), (torch.randn(12, 1, 8, 8),))
+    prepared = objective.prepare(batch)
+    assert prepared.draws == ()
+    objective(prepared, 0.5)["loss"].backward()
+    if kind is TwoMasks:
+        assert objective.losses[0] != objective.losses[1], "the same patches are hidden twice"
+    if kind is Spread:
+        assert objective.head.last_layer.weight_v.grad.norm() > 0
+
+
+@pytest.mark.parametrize("kind", [MAE, partial(LeJEPA, hidden=16, dim=4), partial(DINO, prototypes=12, hidden=16, patches=1.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_converted_objective_computes_in_its_own_number_format(kind, dtype):
+    torch.manual_seed(0)
+    objective = kind(tiny_vit((8, 8), classes=10)).to(dtype).train()
+    batch = Batch(torch.randn(6, 1, 8, 8).to(dtype), torch.zeros(6, 10), (torch.randn(12, 1, 8, 8).to(dtype),))
+    for _ in range(2):
+        loss = objective(objective.prepare(batch), 0.5)["loss"]
+        loss.backward()
+    assert loss.isfinite() and all(p.grad is None or p.grad.dtype == dtype for p in objective.parameters())
+    if kind.__class__ is partial and kind.func is DINO:
+        assert objective.loss.center.dtype == torch.promote_types(dtype, torch.float32), "the moving mean would stall in bfloat16"
 
 
 RUN = SimpleNamespace(

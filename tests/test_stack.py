@@ -15,6 +15,8 @@ from toys import TINY_VIT, slow_after
 from smallvit import (
     DINO,
     MAE,
+    SAM,
+    AdamW,
     ArmRun,
     Distill,
     DistilledTokens,
@@ -40,7 +42,7 @@ from smallvit import (
     linear_probe,
 )
 from smallvit.launch import autotune, launch
-from smallvit.objectives.collapse import Monitor
+from smallvit.objectives.collapse import Collapse, Monitor
 from smallvit.optim import tensor_pairs
 from smallvit.record import CHECKPOINT, WEIGHTS
 from smallvit.train import checkpoint, fit, fit_stacked, loop
@@ -512,18 +514,44 @@ def test_stack_size_reports_what_fails(monkeypatch):
         autotune.stack_size(runs, jobs=1, device="cdua")
 
 
+@pytest.mark.parametrize("optimizer", slow_after(1, [AdamW, partial(SAM, rho=0.2)]), ids=["AdamW", "SAM"])
 @pytest.mark.parametrize("name", ["MAE", "LeJEPA"])
-def test_each_run_of_a_stack_without_labels_is_checked_for_collapse(name, tmp_path, monkeypatch):
-    runs, folders = seeds_of(STACKABLE[name], 2, tmp_path)
+def test_each_run_of_a_stack_without_labels_is_checked_for_collapse(name, optimizer, tmp_path, monkeypatch):
+    runs, folders = seeds_of(STACKABLE[name].vary(optimizer=optimizer), 2, tmp_path)
     alone = [fit(run, tmp_path / f"alone{run.seed}") for run in runs]
     seen = {}
     monkeypatch.setattr(Monitor, "check", lambda monitor, step, observation: seen.update({(id(monitor), step): observation.features}))
     together = fit_stacked(runs, folders)
-    assert len(seen) == 2 * SHORT.steps and all(features.ndim == 2 for features in seen.values())
+    assert len(seen) == 2 * SHORT.steps and all(not is_batchedtensor(features) for features in seen.values())
     for one, other in zip(alone, together):
         assert other.stacked == 2
         for point, expected in zip(other.health, one.health, strict=True):
             assert point == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("error", [Collapse, FloatingPointError])
+def test_run_that_collapses_in_a_stack_is_named(error, tmp_path, monkeypatch):
+    def check(monitor, step, observation):
+        monitors.append(monitor)
+        if step == 4 and monitor is not monitors[0]:
+            raise error("no features")
+
+    monitors = []
+    monkeypatch.setattr(Monitor, "check", check)
+    runs, folders = seeds_of(WITHOUT_LABELS, 2, tmp_path)
+    with pytest.raises(error, match=r"no features \(seed 1\)"):
+        fit_stacked(runs, folders)
+
+
+def test_runs_keep_their_features_if_a_step_observes_none():
+    members = members_of(STACKABLE["MAE"])
+    stack, objective = Stack(members), members[0].objective
+    stack.train_step()
+    seen, forward = [one.objective.observed.features for one in members], objective.forward
+    objective.forward = lambda *inputs: (forward(*inputs), setattr(objective, "observed", None))[0]
+    stack.train_step()
+    assert all(one.objective.observed.features is features for one, features in zip(members, seen))
+    assert not torch.equal(seen[0], seen[1])
 
 
 @pytest.mark.parametrize("run", [SHORT, STACKABLE["LeJEPA"]], ids=["labels", "LeJEPA"])

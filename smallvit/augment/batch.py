@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     views            for self-supervised learning: one tensor for each size of view, `(views b) c h w`, all images' first views
                      first, then all images' second views, and so on
     teacher_logits   logits of teacher models, `b k` each; empty without a teacher
-    draws            what an objective draws for the step in `prepare`, such as the patches to hide; the first axis is the image
+    draws            what an objective draws for the step in `prepare`, such as the patches to hide
     """
 
     images: Tensor

@@ -75,7 +75,7 @@ class Data2Vec(TeacherObjective):
         each mask. The training loop calls this method before each step.
         """
         batch = super().prepare(batch)
-        return batch._replace(draws=self.parts[0].hide(self.repeated(batch.images)))
+        return batch._replace(draws=self.parts[0].hide(self.repeated(batch.images))) if self.draws_for(Data2Vec) else batch
 
     def repeated(self, images: Tensor) -> Tensor:
         """Return all images once for each mask, shape (masks * batch, channels, height, width)."""

@@ -33,7 +33,7 @@ class DINO(TeacherObjective):
              directions, which are frozen for the first fraction `freeze` of the run. Their length is 1, or is learned with
              `norm_last_layer=False`. `layers=1` leaves out the hidden layers, for a model that has them after its pool
              (`Projected`). Then `hidden` and `batch_norm` act on the head of `patches` only; they still change which random
-             numbers are drawn. `copy.deepcopy` does not work with this head.
+             numbers are drawn. `copy.deepcopy` does not work with this head outside of a training.
     Paper    Caron et al. 2021, arXiv:2104.14294. The teacher starts equal to the student and has no gradient, dropout or
              drop-path. Its EMA momentum rises from `momentum` to 1 in a cosine. Loss: lightly's `DINOLoss`, the cross-entropy
              over all pairs of a teacher's view and another view of the student, with temperature `student_temp` for the
@@ -157,7 +157,9 @@ class DINO(TeacherObjective):
         this method before each step.
         """
         batch = super().prepare(batch)
-        return batch if self.patch_term is None else batch._replace(draws=(self.draw_hidden(self.patch_term, batch),))
+        if self.patch_term is None or not self.draws_for(DINO):
+            return batch
+        return batch._replace(draws=(self.draw_hidden(self.patch_term, batch),))
 
     def draw_hidden(self, patch_term: PatchTerm, batch: Batch) -> Tensor:
         """Return which patches of the student's global views are hidden, shape (views, patches); see `PatchTerm`. Raise
@@ -202,13 +204,12 @@ class DINO(TeacherObjective):
         if logits is not teacher_logits:  # the center follows the teacher's own outputs
             self.loss.center.copy_(center)
             self.loss.update_center(torch.stack(teacher_logits.split(b)))
-        self.loss.center.data = place.copy_(self.loss.center)  # lightly has put it elsewhere, where a CUDA graph has no access
+        if place.dtype == self.loss.center.dtype:  # lightly has put it elsewhere, where a CUDA graph does not read it
+            self.loss.center.data = place.copy_(self.loss.center)
         if self.patch_term is not None:
             temperatures = self.temperature(progress, self.patch_term.temperature), self.loss.student_temp
             term = self.patch_term.loss(teacher_patches, patches, hidden, *temperatures, self.loss.center_momentum)
             loss = loss + self.patches * term
-        for head in self.student_heads:  # weight norm keeps the weight, and with it what the gradients of this step need
-            head.last_layer.weight = head.last_layer.weight.detach()
         return {"loss": loss}
 
     def features_and_patches(self, model: Any, views: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Any]:

@@ -69,7 +69,9 @@ class LeJEPA(Objective):
         step, for each run of a stack separately.
         """
         batch = super().prepare(batch)
-        return batch._replace(draws=(upload(self.draw_directions(), batch.images.device),)) if self.weight else batch
+        if not self.weight or not self.draws_for(LeJEPA):
+            return batch
+        return batch._replace(draws=(upload(self.draw_directions(), batch.images.device),))
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the loss of a batch under the key "loss", and its two terms without their weights under the keys
@@ -80,9 +82,9 @@ class LeJEPA(Objective):
         check_views("LeJEPA", batch)
         (directions,) = (batch.draws or (self.draw_directions(),)) if self.weight else (None,)
         b, features = len(batch.images), [self.model.features(views) for views in batch.views]
-        joined = at_least_float32(torch.cat(features))
+        joined = torch.cat(features).to(next(self.projector.parameters()).dtype)
         with torch.autocast(joined.device.type, enabled=False):  # a stack cannot compute BatchNorm in half precision
-            outputs = self.projector(joined).unflatten(0, (-1, b))
+            outputs = at_least_float32(self.projector(joined)).unflatten(0, (-1, b))
         self.observed = Observation(outputs[:2].detach().flatten(0, 1))
         center = outputs[:2].mean(0)  # of the global views
         terms = {"invariance": (outputs - center).square().mean()}

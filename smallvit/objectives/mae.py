@@ -130,7 +130,7 @@ class MAE(Objective):
         training loop calls this method before each step, for each run of a stack separately.
         """
         batch = super().prepare(batch)
-        return batch._replace(draws=self.hide(batch.images))
+        return batch._replace(draws=self.hide(batch.images)) if self.draws_for(MAE) else batch
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the reconstruction loss of a batch under the key "loss". Which patches are hidden is drawn if the

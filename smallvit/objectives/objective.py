@@ -100,10 +100,18 @@ class Objective(nn.Module):
         check_batch(type(self).__name__, batch)
         return batch
 
+    def draws_for(self, owner: type["Objective"]) -> bool:
+        """Return whether `prepare` of the class `owner` draws the random numbers of its `forward`. It does not if a subclass
+        overrides `forward`, which may compute other images or draw again, and does not say that it is stackable.
+        """
+        return self.stackable or type(self).forward is owner.forward
+
     def phase(self, progress: float) -> Any:
         """Return what `forward` computes from `progress`, the finished fraction of the training run, or None if it does not
         read it. In steps with equal phases, `forward` must do the same with its tensors: on a GPU, such a step is recorded once
         and then repeated (a CUDA graph). By default None is returned, and steps that do read `progress` are not recorded.
+
+        The phase is a number or a tuple of numbers. Steps of an objective of your own are never recorded.
         """
 
     def before_step(self, progress: float):

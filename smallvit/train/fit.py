@@ -151,8 +151,8 @@ def fit_stacked(
     runs that each run depends on, by field ("init", "teacher"). `curves=False` leaves out the validation accuracy at the checks
     during training, which saves time if only the last score counts. See `fit` for the other parameters.
 
-    A run whose loss is not finite stops all of them with a FloatingPointError that names its seed. Train the others without it.
-    Only the first run is watched for collapsed features.
+    A run whose loss is not finite stops all of them with a FloatingPointError that names its seed, and a run without labels
+    whose features collapse with a `Collapse`. Train the others without it.
 
     A stack has one checkpoint, in the folder of its first run. If it is interrupted, calling this function with the same runs
     in the same order continues it, and the weights are bitwise those of an uninterrupted stack. Runs of a stack that are then

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
 from smallvit.augment import Batch
 from smallvit.data import Dataset, Images, Subset
@@ -22,7 +23,7 @@ from smallvit.evaluate import Splits, accuracy, frozen, knn
 from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives import Objective
-from smallvit.objectives.collapse import Monitor, collapse_statistics
+from smallvit.objectives.collapse import Collapse, Monitor, collapse_statistics
 from smallvit.optim import (
     FlatAdamW,
     buffers_of,
@@ -76,7 +77,7 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
     while first.step < first.run.steps and not first.stopped_early():
         train_step()
         for member in () if first.run.reads_labels else members:
-            member.monitor.check(member.step, member.objective.observed)
+            member.check_collapse()
         if first.step in first.checks:
             for member in members:
                 member.validate()
@@ -333,9 +334,19 @@ class Training:
             with self.computing(), self.numerics_context.gradients_in_place(self.flat is not None):
                 loss = self.objective(batch, progress)["loss"]
             loss.backward()
+            for module, name in self.weight_norms:
+                setattr(module, name, getattr(module, name).detach())
             return loss.detach()
 
         return GradientStep(compute, self.parameters, self.not_trained, self.reason_against_graph, self.objective.phase)
+
+    @functools.cached_property
+    def weight_norms(self) -> list[tuple[nn.Module, str]]:
+        """The modules of the objective with PyTorch's weight norm, each with the name of its weight. Such a module keeps the
+        weight of the last forward pass, and with it all that its gradient needed. A CUDA graph cannot be recorded then.
+        """
+        hooks = [(module, hook) for module in self.objective.modules() for hook in module._forward_pre_hooks.values()]
+        return [(module, hook.name) for module, hook in hooks if isinstance(hook, WeightNorm)]
 
     @property
     def reason_against_graph(self) -> str | None:
@@ -489,6 +500,13 @@ class Training:
                 average.copy_(self.optimizer.averaged(parameter))
             for average, buffer in zip(self.ema_model.buffers(), self.objective.model.buffers()):
                 average.copy_(buffer)
+
+    def check_collapse(self):
+        """Check the features of the last batch for collapse; see `Monitor`. Errors name the seed of the run."""
+        try:
+            self.monitor.check(self.step, self.objective.observed)
+        except (Collapse, FloatingPointError) as error:
+            raise type(error)(f"{error} (seed {self.run.seed})") from None
 
     def stopped_early(self) -> bool:
         """Return whether early stopping ends the training now. This is so if the last `run.early_stop` measurements of the

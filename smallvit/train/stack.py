@@ -7,7 +7,7 @@ are trained, so everything outside the step works as for a single run. They shar
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -116,17 +116,18 @@ class Stack:
 
         The objective of each run also gets what it would have observed, if the runs learn without labels.
         """
-        objective = self.first.objective
+        objective, before = self.first.objective, self.first.objective.observed
 
         def loss_and_observation(own_weights: dict[str, Tensor], own_batch: Batch) -> tuple[Tensor, list[Tensor]]:
+            objective.observed = None
             loss = functional_call(objective, own_weights, (own_batch, progress))["loss"]
             return loss, [tensor for tensor in objective.observed or () if tensor is not None]
 
         with self.first.computing(), self.numerics_context.active():
             losses, observed = vmap(loss_and_observation)(weights, batch)
-        if observed:
-            for member, own in zip(self.members, zip(*observed)):
-                member.objective.observed = Observation(*own)
+        objective.observed = before
+        for member, own in zip(self.members, zip(*observed)):
+            member.objective.observed = Observation(*own)
         return losses
 
     def check_optimizer(self):
@@ -258,8 +259,16 @@ class Stack:
         """
         if not isinstance(self.optimizer, SAM):
             return self.gradient_step(batch, self.first.progress)
-        backward = partial(self.gradient_step, batch, self.first.progress)
+        observed: list[list[Observation | None]] = []
+
+        def backward() -> Tensor:
+            losses = self.gradient_step(batch, self.first.progress)
+            observed.append([member.objective.observed for member in self.members])
+            return losses
+
         losses = self.optimizer.two_passes(backward, self.first.objective, self.not_trained, members=True)
+        for member, first_pass in zip(self.members, observed[0]):
+            member.objective.observed = first_pass
         self.clip_gradients()
         return losses
 
