@@ -5,7 +5,7 @@ Paper     Each arm is one technique; its page in the documentation names its pap
 Setup     Data: `textured_shapes`, drawn by a program, 8 classes, with 1,000 labels, 10,000 test images. All arms of the recipe
           `ablation`, with its settings and 8 seeds; the learning rates are those that were chosen on MNIST, and nothing was
           chosen on these images. The images are reduced from 32 to 28 pixels, so that the models stay the same. They are
-          deformed like the digits, which keeps their classes. Cost: 280 runs, most of them in bf16 with four to eight seeds
+          deformed like the digits, which keeps their classes. Cost: 280 runs in bf16, most of them with four to eight seeds
           trained together, an hour and a half on two CPU cores, beside other programs.
 
 Expected  The order is another one. Convolutions before the first block gain more than 20 points at 1,000 labels, because a
