@@ -20,6 +20,8 @@ carried: RECIPE | RECIPE; RECIPE  any page: differences of a recipe beside those
 
 import json
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -37,7 +39,7 @@ from smallvit.verdicts.comparison import Difference, condition_of
 ROOT = Path(__file__).parents[1]
 
 # what the table says -> recipe and arm that measured it (`ablation` where it has the technique, so that most rows have one
-# baseline), and the documentation page of the technique
+# baseline), and the documentation page of the technique, if there is one
 TECHNIQUES = {
     "Deformed images": ("regularize", "deformations", "augmentation"),
     "Mixup": ("ablation", "mixup", "augmentation"),
@@ -61,8 +63,8 @@ TECHNIQUES = {
     "Muon instead of AdamW": ("ablation", "Muon", "optimizers"),
     "SAM (two gradients a step)": ("ablation", "SAM", "optimizers"),
     "Schedule-free AdamW": ("ablation", "schedule-free AdamW", "optimizers"),
-    "Twice the steps": ("ablation", "twice the steps", "semi_supervised"),
-    "Six times the steps": ("ablation", "six times the steps", "semi_supervised"),
+    "Twice the steps": ("ablation", "twice the steps", None),
+    "Six times the steps": ("ablation", "six times the steps", None),
     "FixMatch, against 6x steps": ("semi_supervised", "FixMatch", "semi_supervised"),
     "Mean teacher, against 6x steps": ("semi_supervised", "mean teacher", "semi_supervised"),
     "DINO, against 6x steps": ("dino", "DINO on all digits", "dino"),
@@ -89,6 +91,7 @@ TECHNIQUES = {
 }
 # techniques with results at other numbers of labels -> recipe and arm that measured these
 OTHER_LABELS = {
+    "Deformed images": ("few_and_many", "no deformations"),
     "Mixup": ("few_and_many", "mixup"),
     "Shifted patches (SPT)": ("few_and_many", "shifted patches"),
     "Convolutional stem": ("few_and_many", "convolutional stem"),
@@ -99,6 +102,7 @@ OTHER_LABELS = {
     "FixMatch, against 6x steps": ("few_and_many", "FixMatch"),
     "MAE pretraining": ("few_and_many", "MAE"),
 }
+LEFT_OUT = {"no deformations"}  # arms without a technique of the baseline: the table shows the opposite of their differences
 # frozen features -> recipe, arm with few labels, and arm with all labels
 FROZEN = {
     "raw pixels": ("dino", "pixels, logistic regression", "raw pixels (all labels)"),
@@ -112,6 +116,12 @@ OTHER_DATA = {
     "inductive_bias_textures": "textured shapes",
     "inductive_bias_digits": "scikit-learn's digits",
 }
+# recipe and arm -> its name in the tables, where other recipes name it otherwise
+SHOWN_NAMES = {
+    (recipe, f"{kind} start"): f"{kind} initialization"
+    for recipe in ("inductive_bias", "inductive_bias_textures", "inductive_bias_digits")
+    for kind in ("mimetic", "impulse")
+} | {("regularize", "plain ViT"): "plain ViT, no deformations"}
 # lines of the figure of accuracy against labels -> recipes and arm
 MODELS = {
     "small ViT with convolutions, Muon, 9,600 steps": (["records"], "small ViT"),
@@ -154,7 +164,16 @@ def rows_of_technique(name: str) -> list[tuple[str, Row]]:
     """The results of a technique, in the order of the numbers of labels, each with the recipe that measured it."""
     measured = [TECHNIQUES[name][:2], *([OTHER_LABELS[name]] if name in OTHER_LABELS else [])]
     found = [(recipe, row) for recipe, arm in measured for row in rows_of(recipe, arm) if row.labels and row.difference]
-    return sorted(found, key=lambda pair: pair[1].labels)
+    turned = [(recipe, turned_around(row) if row.arm in LEFT_OUT else row) for recipe, row in found]
+    return sorted(turned, key=lambda pair: pair[1].labels)
+
+
+def turned_around(row: Row) -> Row:
+    """The comparison of the baseline with an arm, from that of the arm with the baseline."""
+    d = row.difference
+    opposite = replace(d, mean=-d.mean, low=-d.high, high=-d.low)
+    verdict = {"better": "worse", "worse": "better"}.get(row.verdict, row.verdict)
+    return replace(row, arm=row.baseline, baseline=row.arm, difference=opposite, verdict=verdict)
 
 
 def shown_labels() -> list[int]:
@@ -208,14 +227,16 @@ def table() -> str:
     `WORTH_A_ROW` for one of these numbers.
     """
     columns = shown_labels()
-    lines = [["Technique", *(format_labels(n) for n in columns), "Baseline, %"], ["---"] * (len(columns) + 2)]
+    lines = [["Technique", *(format_labels(n) for n in columns), "Baseline, %"], ["-"] * (len(columns) + 2)]
+    linked: set[str | None] = {None}  # each page is linked once
     for name, (*_, page) in TECHNIQUES.items():
         rows = {row.labels: (recipe, row) for recipe, row in rows_of_technique(name)}
         if not any(row.verdict == "better" and row.difference.mean >= WORTH_A_ROW for _, row in rows.values()):
             continue
-        linked = f"[{name}](docs/techniques/{page}.md)"
+        title = name if page in linked else f"[{name}](docs/techniques/{page}.md)"
+        linked.add(page)
         accuracies = ", ".join(f"{100 * baseline_of(*rows[n]).mean:.1f}" for n in columns if n in rows)
-        lines.append([linked, *(cell(rows[n][1]) if n in rows else "" for n in columns), accuracies])
+        lines.append([title, *(cell(rows[n][1]) if n in rows else "" for n in columns), accuracies])
     return markdown_table(lines)
 
 
@@ -328,9 +349,12 @@ def with_block(text: str, name: str, content: str) -> str:
     return text
 
 
-def name_of(row: Row) -> str:
-    """The name of an arm in a table, which says so if the arm is compared with another one than the baseline."""
-    return row.arm + f" (against {row.baseline})" * (row.baseline != row.group)
+def name_of(recipe: str, row: Row) -> str:
+    """The name of an arm in a table, which says so if the arm is the baseline, or is compared with another arm than that."""
+    name = SHOWN_NAMES.get((recipe, row.arm), row.arm)
+    if not row.difference:
+        return f"{name} (baseline)"
+    return name + f" (against {row.baseline})" * (row.baseline != row.group)
 
 
 def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
@@ -355,12 +379,12 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     lines = [["Arm", *(format_labels(n) for n in labels), *(COSTS[name] for name in costs), *["Speed-up"] * faster]]
     lines.append(["---"] * len(lines[0]))
     accuracies = [f"{100 * baseline[n].mean:.1f}%" for n in labels]
-    lines.append([f"{baseline[labels[0]].arm} (baseline)", *accuracies, *["1x"] * (len(costs) + faster)])
+    lines.append([name_of(recipe, baseline[labels[0]]), *accuracies, *["1x"] * (len(costs) + faster)])
     for of_arm in rows.values():
         first = next(iter(of_arm.values()))
         relative = [times([1 + row.unequal.get(name, 0) for row in of_arm.values()]) for name in costs]
         speed = [f"{first.forward['speedup']:.2f}x" if first.forward["speedup"] else "–"] * faster
-        lines.append([name_of(first), *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
+        lines.append([name_of(recipe, first), *(cell(of_arm.get(n)) for n in labels), *relative, *speed])
     seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
     steps = max(record.steps or 0 for record in records_of(recipe) if record.arm == baseline[labels[0]].arm)
     table = markdown_table(lines)
@@ -417,22 +441,34 @@ def best_table() -> str:
     return markdown_table(lines)
 
 
-def counts() -> str:
-    """An item of a list: how many comparisons and verdicts all recipes together have."""
+def counts(linked: Sequence[str]) -> str:
+    """An item of a list: how many comparisons and verdicts all recipes together have. `linked` are those that the report links.
+    """
     recipes = [recipe for recipe in published() if any(row.verdict for row in comparison(recipe).main_rows)]
     compared = [(recipe, row) for recipe in recipes for row in comparison(recipe).main_rows]
     found = [(recipe, row) for recipe, row in compared if row.verdict and row.role != "reference"]
-    rows, distinct = [row for _, row in found], {runs_compared(recipe, row) for recipe, row in found}
-    again = len(rows) - len(distinct)
+    rows, measured = [row for _, row in found], {}
+    for recipe, row in found:
+        measured.setdefault(runs_compared(recipe, row), []).append(recipe)
+    twice = Counter(tuple(names) for names in measured.values() if len(names) > 1)
+    again = ", ".join(f"{count} in {enumerated(names)}" for names, count in twice.items())
     decided = [row.difference for row in rows if row.verdict in ("better", "worse")]
     fragile = sum(d.fragile for d in decided)
     unknown = sum(map(may_be_fragile, decided)) - fragile
-    return (
-        f"- The {len(recipes)} recipes with verdicts together have {len(rows)} comparisons, counting only tuned settings and "
-        f"the longest training where there are several. Of these, {len(decided)} have the verdict *better* or *worse*. At "
-        f"least {fragile} of these verdicts are fragile; for {unknown} more, older records do not show it. {again} of the "
-        "comparisons are in two recipes with equal runs."
+    others = [name for name in recipes if name not in linked]
+    text = (
+        f"- The {len(recipes)} recipes with verdicts (those of the table of recipes, and {enumerated(others)}) together have "
+        f"{len(rows)} comparisons, counting only tuned settings and the longest training where there are several. Of these, "
+        f"{len(decided)} have the verdict *better* or *worse*. {'At least ' * bool(unknown)}{fragile} of these verdicts are "
+        f"fragile{f'; for {unknown} more, older records do not show it' * bool(unknown)}. {sum(twice.values())} of the "
+        f"comparisons are counted twice, because two recipes have them with equal settings and seeds: {again}."
     )
+    return "\n".join(textwrap.wrap(text, 143, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def enumerated(names: Sequence[str]) -> str:
+    """Names as code, with commas and *and*: "`a`, `b` and `c`"."""
+    return " and ".join(filter(None, [", ".join(f"`{name}`" for name in names[:-1]), f"`{names[-1]}`"]))
 
 
 def runs_compared(recipe: str, row: Row) -> frozenset[tuple[bool, str]]:
@@ -514,10 +550,8 @@ def carried_tables(recipe: str, copies: Sequence[str]) -> str:
         for row in compared:
             if row.labels == labels:
                 of_arm = [{each.labels: each for each in rows_of(one, row.arm)}.get(labels) for one in (recipe, *there)]
-                if row.difference:
-                    lines.append([name_of(row), *map(cell, of_arm)])
-                else:
-                    lines.append([f"{row.arm} (baseline)", *(f"{100 * each.mean:.1f}%" if each else "" for each in of_arm)])
+                cells = map(cell, of_arm) if row.difference else (f"{100 * each.mean:.1f}%" if each else "" for each in of_arm)
+                lines.append([name_of(recipe, row), *cells])
         blocks.append(f"With {format_labels(labels)}:\n\n{markdown_table(lines)}")
     return "\n\n".join(blocks)
 
@@ -578,7 +612,7 @@ def settings_tables() -> str:
             first = judged(*before) if before else "not compared"
             both = ((one.difference, one.verdict) for one in (common[row.arm, row.labels], row))
             shown = [judged(d.mean, d.low, d.high, verdict) for d, verdict in both]
-            lines.append([name_of(row), f"{row.labels:,}", first, *shown])
+            lines.append([name_of(recipe, row), f"{row.labels:,}", first, *shown])
         blocks.append(f"### {about} ([{recipe}](../../recipes/{recipe}.md))\n\n" + markdown_table(lines))
     summary = f"{changed} of {counted} verdicts changed from the short runs at one learning rate to the long, tuned runs."
     return "\n\n".join([summary, *blocks])
@@ -634,7 +668,7 @@ def in_report(text: str) -> str:
     text = text.replace("](../../recipes/", "](../recipes/")
     recipes = re.findall(r"\]\(\.\./recipes/(\w+)\.md\)", with_block(text, "recipes", ""))
     text = with_block(text, "recipes", recipes_table(dict.fromkeys(recipes)))
-    text = with_block(with_block(text, "best", best_table()), "counts", counts())
+    text = with_block(with_block(text, "best", best_table()), "counts", counts(recipes))
     return with_block(text, "frozen", frozen_table())
 
 
