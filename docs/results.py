@@ -113,6 +113,7 @@ FROZEN = {
 # recipes that repeat a comparison on other images -> their data set
 OTHER_DATA = {
     "ablation_textures": "textured shapes",
+    "ablation_digits": "scikit-learn's digits",
     "inductive_bias_textures": "textured shapes",
     "inductive_bias_digits": "scikit-learn's digits",
 }
