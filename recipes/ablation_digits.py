@@ -19,7 +19,7 @@ Found     One of the 62 comparisons has a verdict: with 100 labels, training wit
           said. With 1,000 labels, the means of all arms but one lie between 99.05% and 99.70%, that is two to five wrong images
           of 500. No score could have been shown to be better. Without deformations, 98.08% are reached, inconclusive.
 
-Limits    There are 500 test images, and 1,297 others, of which every seed draws its labelled images. With 1,000 labels all seeds
+Limits    There are 500 test images, and 1,297 others, from which each seed draws its labelled ones. With 1,000 labels all seeds
           have nearly the same ones, which the intervals take into account. With 100 labels, the differences that would have
           been found with a probability of 80% are 1.05 to 3.39 points. The learning rates were chosen for the digits of MNIST.
           The runs are in bf16, most of those of `ablation` in fp32. Other programs ran beside the training, so the seconds of
