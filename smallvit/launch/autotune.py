@@ -317,9 +317,10 @@ def stack_for_gpu(runs: Sequence[ArmRun]) -> int:
     for run, _ in kinds_of(runs, most=None):
         with suppress(Exception):  # the record of a run that fails will say why
             training = begun(run, DEFAULT, "cpu")
-            unlabelled, batch = training.objective.unlabelled, training.next_batch()
+            unlabelled = training.objective.unlabelled
             images: float = run.batch * (1 if unlabelled is None else 1 + unlabelled.ratio * len(unlabelled.views))
             if training.objective.needs_views:  # the model sees the views, and not the images
+                batch = training.next_batch()
                 images = sum(views.numel() for views in batch.views) / batch.images[0].numel()
             most = max(most, images * training.footprint()["macs"])
     return max(1, min(GPU_STACK, int(GPU_WORK / most))) if most else 1

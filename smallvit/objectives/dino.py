@@ -33,7 +33,7 @@ class DINO(TeacherObjective):
              directions, which are frozen for the first fraction `freeze` of the run. Their length is 1, or is learned with
              `norm_last_layer=False`. `layers=1` leaves out the hidden layers, for a model that has them after its pool
              (`Projected`). Then `hidden` and `batch_norm` act on the head of `patches` only; they still change which random
-             numbers are drawn. `copy.deepcopy` does not work with this head outside of a training.
+             numbers are drawn. `copy.deepcopy` may fail with this head.
     Paper    Caron et al. 2021, arXiv:2104.14294. The teacher starts equal to the student and has no gradient, dropout or
              drop-path. Its EMA momentum rises from `momentum` to 1 in a cosine. Loss: lightly's `DINOLoss`, the cross-entropy
              over all pairs of a teacher's view and another view of the student, with temperature `student_temp` for the
