@@ -35,6 +35,7 @@ from smallvit.report import text as report_text
 from smallvit.tuning import read as read_tuned
 from smallvit.verdicts import Comparison, Row, compare
 from smallvit.verdicts.comparison import Difference, condition_of
+from smallvit.words import join_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -452,24 +453,20 @@ def counts(linked: Sequence[str]) -> str:
     for recipe, row in found:
         measured.setdefault(runs_compared(recipe, row), []).append(recipe)
     twice = Counter(tuple(names) for names in measured.values() if len(names) > 1)
-    again = ", ".join(f"{count} in {enumerated(names)}" for names, count in twice.items())
+    again = ", ".join(f"{count} in {join_names([f'`{name}`' for name in names])}" for names, count in twice.items())
     decided = [row.difference for row in rows if row.verdict in ("better", "worse")]
     fragile = sum(d.fragile for d in decided)
     unknown = sum(map(may_be_fragile, decided)) - fragile
-    others = [name for name in recipes if name not in linked]
+    others = [f"`{name}`" for name in recipes if name not in linked]
     text = (
-        f"- The {len(recipes)} recipes with verdicts (those of the table of recipes, and {enumerated(others)}) together have "
+        f"- The {len(recipes)} recipes with verdicts (those of the table of recipes, and "
+        f"{join_names(others, len(others))}) together have "
         f"{len(rows)} comparisons, counting only tuned settings and the longest training where there are several. Of these, "
         f"{len(decided)} have the verdict *better* or *worse*. {'At least ' * bool(unknown)}{fragile} of these verdicts are "
         f"fragile{f'; for {unknown} more, older records do not show it' * bool(unknown)}. {sum(twice.values())} of the "
         f"comparisons are counted twice, because two recipes have them with equal settings and seeds: {again}."
     )
     return "\n".join(textwrap.wrap(text, 143, subsequent_indent="  ", break_on_hyphens=False))
-
-
-def enumerated(names: Sequence[str]) -> str:
-    """Names as code, with commas and *and*: "`a`, `b` and `c`"."""
-    return " and ".join(filter(None, [", ".join(f"`{name}`" for name in names[:-1]), f"`{names[-1]}`"]))
 
 
 def runs_compared(recipe: str, row: Row) -> frozenset[tuple[bool, str]]:

@@ -99,10 +99,10 @@ class MultiCrop:
             raise ValueError("MultiCrop got a batch without images; expected at least one")
         self.table((h, w))  # raises ValueError if the global views differ in size
         shape = (b // len(generators), c, h, w)
-        both, first, second, small = (_concatenate_parts(parts) for parts in zip(*(self._draw(shape, g) for g in generators)))
+        drawn = zip((2, 1, 1, self.local), zip(*(self._draw(shape, generator) for generator in generators)))
+        both, first, second, small = (_concatenate_parts(parts, count) for count, parts in drawn)
         generator = generators[0]  # of transforms that draw when they are called, which are refused with several generators
-        groups, counts = ([both, small], (2, self.local)) if self.local else ([both], (2,))
-        views = _make_views(batch, groups, counts, generator)
+        views = _make_views(batch, [both, small] if self.local else [both], (2, self.local), generator)
         if first or second:
             both_images, both_targets = views[0].images, views[0].targets  # not chunk(2), whose parts must not be overwritten
             halves = [Batch(both_images[part], both_targets[part]) for part in (slice(b), slice(b, None))]
@@ -115,10 +115,9 @@ class MultiCrop:
             images = [rearrange(each, "(views parts b) c h w -> (parts views b) c h w", **sizes) for each in images]
         return batch._replace(views=tuple(images))
 
-    def _draw(self, shape: Sequence[int], generator: Generator) -> "list[tuple[int, Drawn]]":
+    def _draw(self, shape: Sequence[int], generator: Generator) -> "list[Drawn]":
         """Return the transforms of both global views together, those that only the first and only the second one has after
-        them, and those of the local views, with random numbers for images of a `shape` (batch, channels, height, width). Each
-        comes with the number of views of an image.
+        them, and those of the local views, with random numbers for images of a `shape` (batch, channels, height, width).
         """
         b, *image = shape
         if self.second is None:
@@ -128,7 +127,7 @@ class MultiCrop:
             both = _join(first, second)
             first, second = first[len(both) :], second[len(both) :]
         small = _draw_all(self.small, (self.local * b, *image), generator) if self.local else []
-        return [(2, both), (1, first), (1, second), (self.local, small)]
+        return [both, first, second, small]
 
 
 Drawn = list[tuple[Callable, Any]]
@@ -151,16 +150,14 @@ def _draw_all(transforms: Sequence[Callable], shape: Sequence[int], generator: G
     return drawn
 
 
-def _concatenate_parts(parts: "Sequence[tuple[int, Drawn]]") -> Drawn:
-    """Return the transforms of all parts of a batch, with the random numbers of all parts: those for the first views of all
-    images come first, then those for the second views, and so on. Each part has the number of views of an image, and the
-    transforms, which are the same in all parts.
+def _concatenate_parts(parts: Sequence[Drawn], views: int) -> Drawn:
+    """Return the transforms of all parts of a batch, which are the same in all parts, with the random numbers of all parts:
+    those for the first of the `views` of all images come first, then those for the second ones, and so on.
     """
     if len(parts) == 1:
-        return parts[0][1]
-    views = parts[0][0]
+        return parts[0]
     joined: Drawn = []
-    for drawn in zip(*(transforms for _, transforms in parts)):
+    for drawn in zip(*parts):
         by_view = [{name: numbers.unflatten(0, (views, -1)) for name, numbers in random.items()} for _, random in drawn]
         random = {name: torch.cat([own[name] for own in by_view], dim=1).flatten(0, 1) for name in by_view[0]}
         joined.append((drawn[0][0], random))

@@ -239,7 +239,8 @@ class DINO(TeacherObjective):
     def phase(self, progress: float) -> Any:
         """Return what `forward` computes from `progress`, the finished fraction of the run; see `Objective.phase`."""
         patches = self.patch_term and self.temperature(progress, self.patch_term.temperature)
-        return progress < self.freeze, progress >= self.settle, self.temperature(progress), patches
+        settled = self.bank is not None and progress >= self.settle
+        return progress < self.freeze, settled, self.temperature(progress), patches
 
     def temperature(self, progress: float, end: float | None = None) -> float:
         """Return the softmax temperature of the teacher at one point of the training run. `progress` is the finished fraction
