@@ -121,7 +121,7 @@ class Record:
 
     # Machine and software
     device: str | None = None  # "cpu", or the name of the GPU
-    cpu: str | None = None  # name of the processor
+    cpu: str | None = None  # name of the processor, with its family and model (without these before version 0.3.0)
     threads: int | None = None  # torch threads
     precision: str | None = None  # "fp32" or "bf16"
     kernel: str | None = None  # as chosen: "rule", "explicit", "fused" (attention) or "native" (all blocks that it can compute)
@@ -574,10 +574,18 @@ def condition_text(labels: int | None, length: int | None, tuned: bool) -> str:
 
 @functools.cache
 def cpu() -> str:
-    """Return the name of the processor (CPU) of this machine."""
+    """Return the name of the processor (CPU) of this machine, with the numbers of its family and model where Linux tells them,
+    such as `AMD EPYC (family 26, model 2)`: virtual machines hide the name of the product, and two processors with one name
+    may round differently.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    facts: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())  # the first core
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{word} {facts[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if facts.get(key)]
+    return f"{name} ({', '.join(numbers)})" if numbers else name

@@ -88,7 +88,7 @@ SHAPES: dict[str, Any] = {
     "seconds": "amount?",
     "pretraining": {
         **COSTS, "labels?": "count?", "chosen_labels?": "count?", "unlabelled?": "count?", "fingerprint?": "text",
-        "runs?": {...: {**COSTS, ...: "any"}}, ...: "any",
+        "runs?": {...: {**COSTS, "stacked?": "positive?", ...: "any"}}, ...: "any",
     },
     "preprocess": {
         "size?": ["positive", "positive"], "channels?": "positive", "mean?": ["number"], "std?": ["number"],

@@ -72,6 +72,7 @@ def test_record_contains_the_cost_of_all_earlier_runs_and_the_loaded_weights(tmp
     second = SHORT.vary(init=SHORT, steps=6)
     record = fit(second.vary(init=second, steps=2), tmp_path)
     assert record.images_seen == 2 * 8
+    assert [run["stacked"] for run in record.pretraining["runs"].values()] == [None, None]
     assert (record.pretraining["images_seen"], record.pretraining["steps"]) == ((6 + 12) * 8, 6 + 12)
     assert record.init_weights["loaded"] == len(load_file(tmp_path / WEIGHTS)) and record.init_weights["missing"] == []
     assert record.init_weights["sha256"] == hashlib.sha256((tmp_path / "init" / WEIGHTS).read_bytes()).hexdigest()

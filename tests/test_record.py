@@ -456,3 +456,19 @@ def test_versions_and_processor_are_recorded():
     assert found["torch"] == torch.__version__.partition("+")[0] or found["torch"] == torch.__version__
     assert {"python", "numpy", "scikit-learn"} <= found.keys() and all(found.values())
     assert records.cpu().strip()
+
+
+def test_processors_of_one_name_have_different_texts(monkeypatch):
+    def named(text: str) -> str:
+        monkeypatch.setattr(records.Path, "read_text", lambda path: text)
+        records.cpu.cache_clear()
+        return records.cpu()
+
+    core = "processor : 0\ncpu family\t: {}\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n"
+    try:
+        assert named(core.format(26) + core.format(26)) == "AMD EPYC (family 26, model 2)"
+        assert named(core.format(25)) == "AMD EPYC (family 25, model 2)"
+        assert named("model name : A\n") == "A" and named("").strip()
+    finally:
+        monkeypatch.undo()
+        records.cpu.cache_clear()

@@ -197,6 +197,19 @@ def test_a_run_that_starts_from_another_one_starts_elsewhere_on_another_machine(
     assert compare(replace(batches, run=old[0].run), old)[1]
 
 
+def test_earlier_runs_that_were_trained_in_other_stacks_round_differently():
+    def needing(stacked: int | None, record: Record) -> Record:
+        return replace(record, pretraining={"steps": 10, "runs": {"p": {"steps": 10, "stacked": stacked}, "q": {"steps": 0}}})
+
+    old = [needing(4, record) for record in records(SCORES)]
+    new = replace(old[0], weights_sha256="other")
+    text, agree = compare(new, old)
+    assert agree and "the place of a run in its stack of 4 changes its rounding" in text
+    text, agree = compare(needing(None, new), old)
+    assert agree and "stack size of earlier runs [4, 1] -> [1, 1]" in text
+    assert not compare(needing(None, new), [needing(None, record) for record in old])[1]
+
+
 # The score on another machine
 
 

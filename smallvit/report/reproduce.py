@@ -135,8 +135,8 @@ def excuses(old: Record) -> list[str]:
     run).
     """
     found = [] if old.weights_sha256 else ["the record has no hash of its weights"]
-    stacked = f"the place of a run in its stack of {old.stacked} changes its rounding"
-    return found + [stacked] * bool(old.stacked and old.stacked > 1)
+    largest = max([old.stacked or 1, *stacks_of_earlier(old)])
+    return found + [f"the place of a run in its stack of {largest} changes its rounding"] * (largest > 1)
 
 
 def compare_scores(
@@ -250,7 +250,18 @@ def machine_changes(old: Record, new: Record) -> list[str]:
     before, now = [(record.trace or {}).get("instructions") for record in (old, new)]
     if before and now and before != now:  # processors of one name may have different ones
         changes.append(f"instruction set {before} -> {now}")
+    before, now = stacks_of_earlier(old), stacks_of_earlier(new)
+    if before != now:
+        changes.append(f"stack size of earlier runs {before} -> {now}")
     return changes + version_changes(old, new, ["torch"])
+
+
+def stacks_of_earlier(record: Record) -> list[int]:
+    """Return how many runs were trained together as one model in each of the earlier runs that a run needed, such as
+    pretraining, in a fixed order; 1 for a run that was trained alone. `record` holds the results of the run.
+    """
+    runs = (record.pretraining or {}).get("runs") or {}
+    return [runs[name].get("stacked") or 1 for name in sorted(runs)]
 
 
 def version_changes(old: Record, new: Record, names: Sequence[str]) -> list[str]:

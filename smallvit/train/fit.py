@@ -487,14 +487,15 @@ def pretraining_cost(runs: list[Run], trained: list[Record]) -> dict:
     and seconds. Each run is counted once. `runs` are the earlier runs that are needed directly, and `trained` are their records
     (results and costs), which also contain the costs of still earlier runs.
 
-    The dict also has the largest number of labels, of labels used for choices, and of unlabelled images among these runs.
+    The dict also has the largest number of labels, of labels used for choices, and of unlabelled images among these runs, and
+    "runs": for each, by its fingerprint, its costs and how many runs were trained together with it as one model.
     """
     costs: dict[str, dict] = {}
     labels = chosen = unlabelled = 0
     for run, record in zip(runs, trained):
         earlier = record.pretraining or {}
         costs |= earlier.get("runs") or ({earlier["fingerprint"]: {name: earlier[name] for name in COSTS}} if earlier else {})
-        costs[record.fingerprint] = {name: getattr(record, name) or 0 for name in COSTS}
+        costs[record.fingerprint] = {name: getattr(record, name) or 0 for name in COSTS} | {"stacked": record.stacked}
         labels = max(labels, label_count(run) if run.reads_labels else 0, earlier.get("labels") or 0)
         by_choice = (record.chosen_on_val or {}).get("labels", 0) if run.early_stop else 0
         chosen = max(chosen, by_choice, earlier.get("chosen_labels") or 0)
