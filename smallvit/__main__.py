@@ -95,14 +95,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def joined(words: list[str]) -> list[str]:
-    """Return the words of a command line with all values of `--sbatch` in one word, `--sbatch=...`, at the end. Otherwise
-    argparse would take options of sbatch, such as "--requeue", for options of smallvit, and keep only the last value.
+    """Return the words of a command line with all values of `--sbatch` in one, `--sbatch=...`, and a space before names of arms.
+    So argparse takes neither options of sbatch, such as "--requeue", nor arms, such as "-EMA", for options of smallvit.
     """
-    found, values, rest = [], [], iter(words)
+    found, values, rest, arms = [], [], iter(words), 0
     for word in rest:
         name, equals, value = word.partition("=")
         is_value = name == "--sbatch" and (equals or (value := next(rest, None)) is not None)
-        (values if is_value else found).append(value if is_value else word)
+        (values if is_value else found).append(value if is_value else " " * (arms > 0 and word[:2] != "--") + word)
+        arms = ARMS.get(word, arms - 1)
     return found + [f"--sbatch={' '.join(values)}"] * bool(values)
 
 
@@ -256,6 +257,7 @@ HELP = {  # of an option in all commands, or of "COMMAND OPTION"
     "--image": "side of the image (default: that of the model)",
     "--channels": "channels of the image (default: those of the model)",
 }
+ARMS = {"--arm": 1, "--predictions": 1, "--mistakes": 1, "--disagreements": 2}  # options, and how many names of arms follow
 TABLE = {"nargs": "?", "const": "", "metavar": "FILE"}
 NUMBER = {"type": whole_number, "metavar": "N"}
 SETTINGS = {  # how an option is parsed; an option that is not listed takes one text
@@ -278,8 +280,8 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--max-seeds": NUMBER,
     "--csv": TABLE,
     "--latex": TABLE,
-    **{option: {"metavar": "ARM"} for option in ("--predictions", "--mistakes")},
-    "--disagreements": {"nargs": 2, "metavar": "ARM"},
+    **{option: {"type": str.lstrip, "metavar": "ARM"} for option in ARMS},
+    "--disagreements": {"nargs": 2, "type": str.lstrip, "metavar": "ARM"},
     "--seeds": NUMBER | {"default": 1},
     "images": {"nargs": "+"},
     "-o": {"dest": "output", "metavar": "FILE.csv"},

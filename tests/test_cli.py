@@ -20,7 +20,7 @@ from PIL import Image
 from toys import leave_out_figures, slow_after, write_recipe
 
 from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, accuracy, cost, digits, flops, folder, linear_probe
-from smallvit.__main__ import main
+from smallvit.__main__ import joined, main, parser
 from smallvit.commands import report
 from smallvit.commands.run import EXCLUDED, NEEDED
 from smallvit.launch import autotune, plan
@@ -578,6 +578,17 @@ def test_error_of_a_command_shows_the_usage_of_this_command(words, message, caps
         main(words)
     error, program = capsys.readouterr().err, message.partition(": error")[0]
     assert end.value.code == 2 and error.startswith(f"usage: {program} [") and message in error.splitlines()[-1]
+
+
+def test_arms_whose_names_begin_with_a_minus_are_no_options(workdir, capsys):
+    words = ["report", "mine.py", "--disagreements", "scratch", "-LSA", "--predictions", "-o", "--mistakes", "-EMA", "--csv"]
+    options = parser().parse_args(joined(words))
+    assert (options.disagreements, options.predictions, options.mistakes) == (["scratch", "-LSA"], "-o", "-EMA")
+    write_recipe(RECIPE.replace(LSA, LSA.replace("+LSA", "-LSA")))
+    assert main(["summary", "mine.py", "--arm", "-LSA"]) == 0
+    with pytest.raises(SystemExit):
+        main(["report", "mine.py", "--disagreements", "scratch", "--csv"])
+    assert "argument --disagreements: expected 2 arguments" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("first, second", EXCLUDED)
