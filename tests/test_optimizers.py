@@ -686,6 +686,23 @@ def test_schedule_free_counts_in_float32(dtype):
     assert p.isfinite().all() and optimizer.averaged(p).isfinite().all()
 
 
+@pytest.mark.parametrize("make", [AdamW, Muon, ScheduleFree, partial(SAM, base=Muon)])
+def test_state_of_another_optimizer_is_refused(make):
+    saved = {}
+    for kind in (AdamW, Muon, ScheduleFree, SAM):
+        w, b = torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+        optimizer = kind(groups_of([w], [b]))
+        (w.sum() + b.sum()).backward()
+        getattr(optimizer, "base", optimizer).step()
+        saved[kind] = optimizer.state_dict()
+    own = make.keywords["base"] if isinstance(make, partial) else make
+    optimizer = make(groups_of([torch.ones(2, 2)], [torch.ones(2)]))
+    optimizer.load_state_dict(saved[own])
+    for kind in saved.keys() - ({own} | ({SAM} if own is AdamW else set())):
+        with pytest.raises(ValueError, match=f"{own.__name__} got the state of another optimizer, without .*; expected what"):
+            optimizer.load_state_dict(saved[kind])
+
+
 def test_schedule_free_leaves_half_precision_weights_without_a_gradient_as_they_are():
     """eps is 0 in float16, and so is the square of a small gradient."""
     p = nn.Parameter(torch.ones(4).half())

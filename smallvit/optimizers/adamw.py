@@ -76,6 +76,21 @@ def check_groups(name: str, groups: Any, key: str):
         raise ValueError(f"{name} got parameters that are not in groups with {key!r}; expected {expected}")
 
 
+def check_state_dict(optimizer: Any, state_dict: dict[str, Any]):
+    """Raise ValueError if `state_dict` is that of another kind of optimizer, so that entries are missing which the steps of
+    `optimizer` need. Parameters that had no step yet have no entries.
+    """
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
+        for index, number in zip(range(len(group["params"])), saved["params"]):
+            found = state_dict["state"].get(number)
+            if found and (missing := sorted(optimizer.initial_state(group, index).keys() - found)):
+                name = type(optimizer).__name__
+                raise ValueError(
+                    f"{name} got the state of another optimizer, without {', '.join(missing)}; expected what state_dict of {name} "
+                    "has returned, for the same groups of parameters"
+                )
+
+
 class AdamW(Optimizer, torch.optim.AdamW):
     """The optimizer AdamW of PyTorch: Adam with decoupled weight decay. It is the default of a run.
 
@@ -93,3 +108,10 @@ class AdamW(Optimizer, torch.optim.AdamW):
         """
         zeros = torch.zeros_like(group["params"][index])
         return {"step": zeros.new_zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]):
+        """Load a state that `state_dict` has returned. Raises ValueError if it has other groups of parameters, or if another
+        optimizer has returned it.
+        """
+        check_state_dict(self, state_dict)
+        super().load_state_dict(state_dict)

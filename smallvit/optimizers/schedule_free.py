@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adamw import SCALARS, Optimizer, loss_of
+from .adamw import SCALARS, Optimizer, check_state_dict, loss_of
 
 
 class ScheduleFree(Optimizer, torch.optim.Optimizer):
@@ -59,7 +59,10 @@ class ScheduleFree(Optimizer, torch.optim.Optimizer):
         return {"z": z, "exp_avg_sq": torch.zeros_like(z, dtype=number_type(z))} | numbers
 
     def load_state_dict(self, state_dict: dict[str, Any]):
-        """Load a state that `state_dict` has returned. Raises ValueError if it has other groups of parameters."""
+        """Load a state that `state_dict` has returned. Raises ValueError if it has other groups of parameters, or if another
+        optimizer has returned it.
+        """
+        check_state_dict(self, state_dict)
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
