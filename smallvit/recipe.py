@@ -66,7 +66,7 @@ def missing_recipe(path: Path, recipes: Sequence[str]) -> str:
     return f"{missing}; expected {files}the path of another .py file, or one of the recipes {', '.join(recipes)}"
 
 
-def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
+def load_recipe(path: str | Path, *, tuned: bool = True, old_options: bool = False) -> ModuleType:
     """Import a recipe file (a Python file that lists the runs of a comparison), and return the module. Its name is
     `recipes.<file>`.
 
@@ -74,7 +74,8 @@ def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
 
     If the recipe asks for tuning, the runs with the settings in `<recipe>.tuned.json`, which `smallvit tune` writes, are added
     to its list RUNS. `tuned=False` leaves them out. Arms that have not been tuned yet have no tuned runs. If `path` is a link,
-    this file lies beside the link, as all files of a recipe do.
+    this file lies beside the link, as all files of a recipe do. With `old_options=True`, the settings may have been chosen with
+    other options of `Tune`, such as other ranges, than the recipe has now.
 
     Raises ValueError, naming the line, if the import fails, and if the file defines no list RUNS as `ablate` returns it. Raises
     ValueError if the tuned settings are not those of this recipe.
@@ -84,7 +85,7 @@ def load_recipe(path: str | Path, *, tuned: bool = True) -> ModuleType:
     if tuned and any(entry.tune is not None for entry in runs):
         from smallvit.tuning import with_tuned
 
-        runs = with_tuned(runs, path)
+        runs = with_tuned(runs, path, old_options)
         check_comparable(runs, Path(path).name)
     module.RUNS = list(runs)
     return module

@@ -270,17 +270,18 @@ def same_options(plain: dict[str, Any], tune: Tune | None) -> bool:
     return tune is not None and plain == json.loads(json.dumps(tune.plain()))
 
 
-def with_tuned(runs: Sequence["ArmRun"], recipe: str | Path) -> list["ArmRun"]:
+def with_tuned(runs: Sequence["ArmRun"], recipe: str | Path, old_options: bool = False) -> list["ArmRun"]:
     """Return the runs of a comparison, followed by copies with tuned settings if the file `R.tuned.json` lies beside the recipe
     file. With `Tune(common=False)` a copy takes the place of its run. `runs` are the runs without tuning, and `recipe` is the
-    path of the recipe file. Raises ValueError if the file is damaged or does not fit the recipe.
+    path of the recipe file. Raises ValueError if the file is damaged or does not fit the recipe; see `apply`, also for
+    `old_options`.
 
     Arms (variants) that have not been tuned yet at some number of labels have no copy there: see `untuned_cells`.
     """
     path = tuned_file(recipe)
     if not path.exists():
         return list(runs)
-    copies = apply(runs, path)
+    copies = apply(runs, path, old_options)
     instead = {(entry.arm, entry.labels, entry.seed): entry for entry in copies if entry.tune and not entry.tune.common}
     found = [instead.pop((entry.arm, entry.labels, entry.seed), entry) for entry in runs]
     return [*found, *(entry for entry in copies if entry.tune is None or entry.tune.common)]
@@ -295,7 +296,7 @@ def untuned_cells(runs: Iterable["ArmRun"]) -> list[tuple[str, int | None]]:
     return [cell for cell in one_per_cell(longest(asked)) if cell not in tuned]
 
 
-def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:
+def apply(runs: Sequence["ArmRun"], path: str | Path, old_options: bool = False) -> list["ArmRun"]:
     """Return a tuned copy of each run of a comparison, at the longest training length, with the settings that the file
     `R.tuned.json` gives. `runs` are the untuned runs, and `path` is the path of this file.
 
@@ -304,13 +305,13 @@ def apply(runs: Sequence["ArmRun"], path: str | Path) -> list["ArmRun"]:
     `smallvit tune R --only ...` tuned others, has no copy there.
 
     Raises ValueError if the file is damaged, if a setting, a range or an arm has changed since it was written, and if two arms
-    have equal settings after tuning.
+    have equal settings after tuning. With `old_options=True`, ranges and other options of `Tune` may have changed.
     """
     path = Path(path)
     again = f"run {tune_command(path)} again"
     plain, arms = read(path)
     common = runs_to_tune(runs)
-    if not same_options(plain, common[0].tune):
+    if not old_options and not same_options(plain, common[0].tune):
         raise ValueError(f"{path.name} was made with other options of Tune than the recipe has now; {again}")
     chosen = {(arm.arm, arm.labels): arm for arm in arms}
     fingerprints: dict[str, str] = {}

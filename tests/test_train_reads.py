@@ -204,13 +204,16 @@ def test_settings_of_an_arm_are_counted_over_all_runs_on_these_test_images(tmp_p
     assert {line["arm"] for line in lines} == {"a", "b", "init of a"}
 
 
-def test_home_folder_in_the_paths_of_fit(tmp_path, monkeypatch):
+def test_home_folder_in_the_paths_of_fit_and_fit_stacked(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     earlier = SHORT.vary(steps=1)
     fit(earlier, "~/earlier")
     record = fit(SHORT.vary(init=earlier, steps=1), "~/run", init="~/earlier", reads="~/reads.jsonl")
     assert fit(SHORT.vary(init=earlier, steps=1), tmp_path / "run") == record and record.test_settings == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"earlier", "run", "reads.jsonl", ".reads.jsonl.lock"}
+    again = [SHORT.vary(init=earlier, steps=1, seed=seed) for seed in (1, 2)]
+    fit_stacked(again, ["~/1", "~/2"], dependencies=[{"init": "~/earlier"}] * 2, reads="~/reads.jsonl")
+    folders = {"earlier", "run", "1", "2"}
+    assert {path.name for path in tmp_path.iterdir()} == folders | {"reads.jsonl", ".reads.jsonl.lock"}
 
 
 def test_without_the_file_and_without_a_read_nothing_is_counted(tmp_path):

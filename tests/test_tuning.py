@@ -24,7 +24,7 @@ from smallvit.launch.tune import HALVING, candidates, may_succeed, on_all_images
 from smallvit.packing import pack_bits
 from smallvit.pretrained import Unavailable
 from smallvit.recipe import load_recipe
-from smallvit.record import Record, write_record
+from smallvit.record import Record, write_record, write_records
 from smallvit.report import markdown
 from smallvit.report.provenance import warnings
 from smallvit.run import describe, fingerprint
@@ -848,6 +848,21 @@ def test_arms_that_two_processes_tune_at_the_same_time_are_both_in_the_file(tmp_
     monkeypatch.setattr("smallvit.commands.tune.tune_arms", tune_arms)
     assert main(["tune", str(path), "--only", "arm=scratch"]) == 0
     assert [arm.arm for arm in read(tuned_file(path))[1]] == ["scratch", "other"]
+
+
+def test_report_of_settings_that_were_chosen_with_other_ranges_has_a_warning(tmp_path, monkeypatch, capsys, unpatched, fake_tuning):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, "other_ranges")
+    assert main(["tune", str(path)]) == 0
+    write_records(path.with_suffix(".jsonl"), records_of(load_recipe(path).RUNS))
+    text = "other_ranges.tuned.json were chosen with other options of Tune, such as other ranges, than the recipe has now; smallvit tune"
+    for ranges, changed in (("3e-4, 6e-2", False), ("3e-4, 5e-2", True)):
+        path.write_text(path.read_text().replace("3e-4, 6e-2", ranges))
+        assert main(["report", str(path)]) == 0
+        captured = capsys.readouterr()
+        assert (f"warning: the tuned settings in {text}" in captured.err) is changed and "50 labels, tuned" in captured.out
+    assert main(["report", str(path), "--publish"]) == main(["run", str(path)]) == 2
+    assert "other options of Tune than the recipe has now; run smallvit tune" in capsys.readouterr().err
 
 
 def test_trials_that_are_replaced_by_new_ones_still_count(tmp_path, monkeypatch, unpatched, fake_tuning):

@@ -39,7 +39,7 @@ from .stored import (
     with_other_settings,
     with_present_names,
 )
-from .tune import untuned_note
+from .tune import old_options_note, untuned_note
 
 
 def main(options: argparse.Namespace) -> int:
@@ -83,8 +83,8 @@ def report(options: argparse.Namespace) -> int:
     """
     check_tables(options)
     path = find_recipe(options.recipe)
-    module = load_recipe(path)
-    if note := untuned_note(module.RUNS, options.recipe, options.out):
+    module = load_recipe(path, old_options=not options.publish)
+    for note in filter(None, (untuned_note(module.RUNS, options.recipe, options.out), old_options_note(module.RUNS, path))):
         print(note, file=sys.stderr)
     runs, out = scaled(module.RUNS, options)
     published = path.with_suffix(".jsonl")

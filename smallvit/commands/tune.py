@@ -28,6 +28,7 @@ from smallvit.tuning import (
     read,
     runs_to_tune,
     same_options,
+    tune_command,
     tuned_file,
     untuned_cells,
     write,
@@ -138,6 +139,20 @@ def untuned_note(runs: Sequence[ArmRun], recipe: str, out: str = "runs") -> str:
     """
     tuned = any(entry.tuning is not None for entry in runs)
     return "note: " + text if tuned and (text := untuned_text(untuned_cells(runs), recipe, out)) else ""
+
+
+def old_options_note(runs: Sequence[ArmRun], recipe: Path) -> str:
+    """Return a warning that the settings of the tuned runs were chosen with other options of `Tune` than the recipe has now.
+    `runs` are all runs of the recipe, and `recipe` is its path. Without tuned runs, or if the options are the same, the text is
+    empty.
+    """
+    file, tunes = tuned_file(recipe), [entry.tune for entry in runs if entry.tuning is not None]
+    if not tunes or same_options(read(file)[0], tunes[0]):
+        return ""
+    return (
+        f"warning: the tuned settings in {file.name} were chosen with other options of Tune, such as other ranges, than the "
+        f"recipe has now; {tune_command(file)} chooses them again"
+    )
 
 
 def still_valid(

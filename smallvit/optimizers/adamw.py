@@ -86,8 +86,8 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]):
             if found and (missing := sorted(optimizer.initial_state(group, index).keys() - found)):
                 name = type(optimizer).__name__
                 raise ValueError(
-                    f"{name} got the state of another optimizer, without {', '.join(missing)}; expected what state_dict of {name} "
-                    "has returned, for the same groups of parameters"
+                    f"{name} got the state of another optimizer, without {', '.join(missing)}; expected what state_dict of "
+                    f"{name} has returned, for the same groups of parameters"
                 )
 
 

@@ -1,7 +1,7 @@
 """`fit(run, folder)` trains and evaluates a run and writes its record. It can be killed at any moment and continued later."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -131,12 +131,12 @@ def training_allowed() -> Iterator[None]:
 
 def fit_stacked(
     runs: Sequence[Run],
-    folders: Sequence[Path],
+    folders: Sequence[str | Path],
     *,
     tags: Sequence[Tags] = (),
     device: str = "cpu",
     watch: Watch = lambda step, accuracy: None,
-    dependencies: Sequence[dict[str, Path]] = (),
+    dependencies: Sequence[Mapping[str, str | Path]] = (),
     numerics: Numerics = DEFAULT,
     validation_only: bool = False,
     reads: str | Path | None = None,
@@ -162,14 +162,15 @@ def fit_stacked(
     if not len(runs) == len(folders) == len(tags) == len(dependencies):
         counts = f"{len(runs)} runs, {len(folders)} folders, {len(tags)} tags and {len(dependencies)} dependencies"
         raise ValueError(f"fit_stacked got {counts}; expected as many of each, in the order of the runs")
+    paths = [Path(folder).expanduser() for folder in folders]
     options: dict[str, Any] = {"numerics": numerics, "validation_only": validation_only, "reads": reads, "curves": curves}
     with ExitStack() as stack:
         stack.enter_context(training_allowed())
         opened_runs = [
             stack.enter_context(
-                prepare_training(run, Path(folder), tag, device, places.get("init"), places.get("teacher"), **options)
+                prepare_training(run, folder, tag, device, places.get("init"), places.get("teacher"), **options)
             )
-            for run, folder, tag, places in zip(runs, folders, tags, dependencies)
+            for run, folder, tag, places in zip(runs, paths, tags, dependencies)
         ]
         members = [training for training, _ in opened_runs if training is not None]
         with suppress(NotStackable):
