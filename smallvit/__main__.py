@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def joined(words: list[str]) -> list[str]:
-    """Return the words of a command line with all values of `--sbatch` in one, `--sbatch=...`, and a space before names of arms.
+    """Return the words of a command line, all values of `--sbatch` in one, `--sbatch=...`, and a space before names of arms.
     So argparse takes neither options of sbatch, such as "--requeue", nor arms, such as "-EMA", for options of smallvit.
     """
     found, values, rest, arms = [], [], iter(words), 0
