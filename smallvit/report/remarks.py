@@ -1,5 +1,6 @@
 """Sentences about a whole report: what its verdicts hold for, what would help, how to read it, and which runs failed."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from smallvit.record import Record, only_copies_are_grouped, user_line
 from smallvit.verdicts import contrasts
 from smallvit.verdicts.compare import format_seeds
 from smallvit.verdicts.comparison import Comparison, condition_of
-from smallvit.verdicts.statistics import EQUIVALENCE, LEVEL, MIN_PAIRS
+from smallvit.verdicts.statistics import EQUIVALENCE, LEVEL, MIN_PAIRS, critical_t
 from smallvit.words import how_many, join_names
 
 from .alarms import length_not_checked
@@ -93,11 +94,18 @@ def methods(comparison: Comparison) -> list[str]:
 
 def limits(comparison: Comparison) -> list[str]:
     """Return sentences about the limits of the confidence intervals, as a list: records do not say which test images were
-    classified correctly, seeds draw nearly all images of one pool, or it is unknown how many training images two seeds share.
-    `comparison` holds all results.
+    classified correctly, there are few seeds, seeds draw nearly all images of one pool, or it is unknown how many training
+    images two seeds share. `comparison` holds all results.
     """
     differences = [(row.condition, row.difference) for row in comparison.rows if row.verdict and row.difference]
     out = []
+    few = min((len(d.values) for _, d in differences if d.sd is not None and not d.folds), default=MIN_PAIRS)
+    if few < MIN_PAIRS:
+        wide, narrow = (critical_t(LEVEL, n - 1) / math.sqrt(n) for n in (few, MIN_PAIRS))
+        out.append(
+            f"With {few} seeds, an interval is wide because they say little about how much seeds differ. With {MIN_PAIRS} seeds "
+            f"that differ as much, the interval over seeds would be narrower by a factor of {wide / narrow:.1f}."
+        )
     if any(d.bound and not d.renewable for _, d in differences):
         out.append(
             "Scores that are means over several draws are not recorded for each test image; their intervals use an upper bound."
