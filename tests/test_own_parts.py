@@ -1,5 +1,6 @@
 """Models, evaluators, transforms and loaders of a user's own: what breaks their contract is named, and no wrong score is kept."""
 
+import json
 import sys
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from PIL import Image
 
 from smallvit import AdamW, augment, digits, fit, folder, load, load_recipe
 from smallvit.augment.check import check_own_transforms
+from smallvit.record import RECORD, checksum
 from smallvit.train.own_numbers import replaces_others
 
 RECIPE = '''"""Parts that break their contract."""
@@ -302,6 +304,15 @@ def test_transform_whose_values_can_change_is_refused(arms):
     changing = sys.modules["recipes.own"].Counting()
     with pytest.raises(ValueError, match=r"Counting is a dataclass whose values can change .* expected @dataclass\(frozen=True\)"):
         arms["saved"].vary(augment=(changing,))
+
+
+def test_wrong_preprocessing_in_a_record_is_no_problem_of_the_code_of_the_recipe(arms, tmp_path):
+    fit(arms["saved"], tmp_path)
+    plain = json.loads((tmp_path / RECORD).read_text())
+    plain["preprocess"]["std"] = [0.0]
+    (tmp_path / RECORD).write_text(json.dumps(plain | {"checksum": checksum(plain)}))
+    with pytest.raises(ValueError, match=r"the settings in .* are not valid: Preprocess: std is \(0\.0,\)"):
+        load(tmp_path)
 
 
 def test_model_of_a_recipe_that_is_not_loaded_or_has_changed_is_not_called_damaged(arms, tmp_path):

@@ -185,9 +185,11 @@ def load(folder: str | Path) -> TrainedModel:
             f"the shared model in {folder} needs code that is not part of smallvit: {', '.join(foreign)}; smallvit never runs "
             "code of a shared model; ask its author for the recipe and train it yourself"
         )
-    own = sorted({".".join(name.split(".")[:2]) for name in custom_components(record.run)})
+    own: list[str] = []
     try:
-        run, preprocess = rebuild(record.run), Preprocess.from_dict(record.preprocess)
+        preprocess = Preprocess.from_dict(record.preprocess)
+        own = sorted({".".join(name.split(".")[:2]) for name in custom_components(record.run)})
+        run = rebuild(record.run)
         changed = fingerprint(run) != record.fingerprint
     except (ValueError, AttributeError, TypeError, KeyError, OverflowError) as error:  # from settings of a stranger
         reason = printable(str(error))
