@@ -1,6 +1,7 @@
 """The batch that every transform takes and returns, and the checks of the transforms' options."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -173,11 +174,27 @@ def symmetric_uniform(*shape: int, generator: Generator) -> Tensor:
     return torch.empty(shape, **ON_CPU).uniform_(-1, 1, generator=generator)  # faster than 2 * torch.rand() - 1, and equal
 
 
-def check_range(transform: object, **ranges: tuple[float, float]) -> None:
+def python_number(value: Any) -> Any:
+    """Return a NumPy number as a Python number, which a record can hold, also inside a tuple. Other values are returned as they
+    are.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(python_number, value))
+    return value.tolist() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+
+def use_python_numbers(transform: Any):
+    """Replace NumPy numbers in the options of a transform, a dataclass, by Python numbers."""
+    for field in fields(transform):
+        object.__setattr__(transform, field.name, python_number(getattr(transform, field.name)))
+
+
+def check_range(transform: Any, **ranges: tuple[float, float]) -> None:
     """Raise ValueError unless some options of a transform are numbers in the allowed range. Each keyword argument in `ranges`
     is the name of an option with its (lowest, highest) value. For example, `probability=(0, 1)` checks that
-    `transform.probability` is from 0 to 1.
+    `transform.probability` is from 0 to 1. Before, NumPy numbers in any option are replaced by Python numbers.
     """
+    use_python_numbers(transform)
     for name, (low, high) in ranges.items():
         value = getattr(transform, name)
         if not isinstance(value, int | float) or not low <= value <= high:

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Generator
 
-from .batch import Batch, Transform, changes_parts, check_batch, concatenate, height_width, is_whole_number
+from .batch import Batch, Transform, changes_parts, check_batch, concatenate, height_width, is_whole_number, use_python_numbers
 from .pixels import Flip
 from .warp import Warp, warp_together
 
@@ -43,6 +43,7 @@ class MultiCrop:
     local: int = 0
 
     def __post_init__(self):
+        use_python_numbers(self)
         for name in ("first", "second", "small"):
             value = getattr(self, name)
             if not (isinstance(value, tuple) and all(map(callable, value))) and (name, value) != ("second", None):

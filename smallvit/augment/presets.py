@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .batch import Augmentation
+from .batch import Augmentation, python_number
 from .color import Blur, Gray, Jitter, Solarize
 from .mix import CutMix, Mixup
 from .multicrop import MultiCrop
@@ -18,7 +18,7 @@ def digits(strength: float = 1.0) -> tuple[Warp]:
 
     Up to a strength of 1.5, people can still read the digits.
     """
-    _check_strength("digits", strength, 1.5, UNREADABLE)
+    strength = _checked("digits", strength, 1.5, UNREADABLE)
     return (
         Warp(rotate=15 * strength, scale=0.15 * strength, shear=12 * strength, shift=0.07 * strength, elastic=0.04 * strength),
     )
@@ -30,7 +30,7 @@ def photos(strength: float = 1.0) -> tuple[Augmentation, ...]:
 
     The images may be gray or in color.
     """
-    _check_strength("photos", strength, 2)
+    strength = _checked("photos", strength, 2)
     return (
         Flip(probability=0.5 * min(strength, 1)),
         Warp(shift=0.125 * strength, scale=0.1 * strength),
@@ -50,7 +50,7 @@ def strong_digits(strength: float = 1.0) -> tuple[Augmentation, ...]:
     There are no flips, no inverted images and no large shifts, which the usual strong transforms for photos have: they make
     other digits or cut digits off.
     """
-    _check_strength("strong_digits", strength, 1.2, UNREADABLE)
+    strength = _checked("strong_digits", strength, 1.2, UNREADABLE)
     return (*digits(1.25 * strength), RandomErasing(probability=0.5 * min(strength, 1), area=(0.02, 0.12)))
 
 
@@ -67,7 +67,7 @@ def strong_photos(strength: float = 1.0, *, color: bool = True) -> tuple[Augment
     Departs   RandAugment draws two of 14 changes for each image. Here all changes are made together, so each is about half
               as large. There is no posterizing, equalizing or sharpening.
     """
-    _check_strength("strong_photos", strength, 1.5)
+    strength = _checked("strong_photos", strength, 1.5)
     probability = min(strength, 1)
     color_changes = {"saturation": 0.4 * strength, "hue": 0.1 * strength} if color else {}
     return (
@@ -89,7 +89,7 @@ def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int,
     The two global views show 0.7 to 1 of the image's area. The `local` views show 0.2 to 0.5 of it, at `size` pixels (one side,
     or height and width). The deformation is that of `digits`; the strength does not change the crops.
     """
-    _check_strength("digit_crops", strength, 1.5, UNREADABLE)
+    strength = _checked("digit_crops", strength, 1.5, UNREADABLE)
     (warp,) = digits(strength)
     return (
         MultiCrop(
@@ -113,7 +113,7 @@ def photo_crops(
     Paper     Caron et al. 2021, arXiv:2104.14294, with 8 local views of 96 pixels beside 224.
     Departs   Crops are resampled bilinearly, not bicubically. Blur is 0.1 to 2 pixels at 32 pixels, and scales with the size.
     """
-    _check_strength("photo_crops", strength, 2)
+    strength = _checked("photo_crops", strength, 2)
     probability = min(strength, 1)
     color_changes = {"saturation": 0.2 * strength, "hue": 0.1 * strength} if color else {}
     shared = (
@@ -132,10 +132,12 @@ def photo_crops(
     )
 
 
-def _check_strength(preset: str, strength: float, highest: float, reason: str = "") -> None:
-    """Raise ValueError unless `strength` is a number from 0 to `highest`. `preset` is the name of the function that was called
-    with this strength, such as "photo_crops". The error message begins with this name and ends with `reason`, a text that
-    explains the limit.
+def _checked(preset: str, strength: float, highest: float, reason: str = "") -> float:
+    """Return `strength`, a NumPy number as a Python number. Raise ValueError unless it is from 0 to `highest`. `preset` is the
+    name of the function that was called with this strength, such as "photo_crops". The error message begins with this name and
+    ends with `reason`, a text that explains the limit.
     """
-    if not 0 <= strength <= highest:
-        raise ValueError(f"{preset}(strength={strength}): expected a number from 0 to {highest}{reason}")
+    strength = python_number(strength)
+    if not isinstance(strength, int | float) or not 0 <= strength <= highest:
+        raise ValueError(f"{preset}(strength={strength!r}): expected a number from 0 to {highest}{reason}")
+    return strength

@@ -103,8 +103,8 @@ def limits(comparison: Comparison) -> list[str]:
     if few < MIN_PAIRS:
         wide, narrow = (critical_t(LEVEL, n - 1) / math.sqrt(n) for n in (few, MIN_PAIRS))
         out.append(
-            f"With {few} seeds, an interval is wide because they say little about how much seeds differ. With {MIN_PAIRS} seeds "
-            f"that differ as much, the interval over seeds would be narrower by a factor of {wide / narrow:.1f}."
+            f"With {few} seeds, an interval is wide because they say little about how much seeds differ. With {MIN_PAIRS} "
+            f"seeds that differ as much, the interval over seeds would be narrower by a factor of {wide / narrow:.1f}."
         )
     if any(d.bound and not d.renewable for _, d in differences):
         out.append(
