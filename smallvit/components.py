@@ -267,7 +267,7 @@ def check(component: Any, name: str):
     if name == "model" and not takes_three(called):
         raise ValueError(
             f"{called.__name__} cannot be called as a model, with (image, channels, classes) by position; write in the recipe"
-            " file a function def my_model(image, channels, classes) that returns the model"
+            " file a function def my_model(image, channels, classes) that returns the model, and give further options a default"
         )
     loads_data = name.rpartition(".")[2] == "data"
     accepted = arguments if loads_data else options  # a loader is called without arguments: all of them are options
@@ -346,12 +346,14 @@ def own_arguments(component: Callable) -> dict[str, inspect.Parameter]:
 
 @functools.cache
 def takes_three(component: Callable) -> bool:
-    """Return whether a class or function can be called with at least three arguments by position."""
+    """Return whether a class or function can be called with three arguments by position, and has at most three without a
+    default that are not keyword-only.
+    """
     try:
         inspect.signature(component).bind_partial(None, None, None)
     except TypeError:
         return False
-    return True
+    return len(arguments(component).keys() - options(component).keys()) <= 3
 
 
 def options(component: Callable) -> dict[str, inspect.Parameter]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -304,6 +305,17 @@ def test_transform_whose_values_can_change_is_refused(arms):
     changing = sys.modules["recipes.own"].Counting()
     with pytest.raises(ValueError, match=r"Counting is a dataclass whose values can change .* expected @dataclass\(frozen=True\)"):
         arms["saved"].vary(augment=(changing,))
+
+
+@pytest.mark.parametrize("model", ["four", "partial(four, width=3)"])
+def test_model_with_four_required_arguments_is_refused(model, tmp_path):
+    four = f"\ndef four(image, channels, classes, width): ...\nRun(model={model})\n"
+    (tmp_path / "own.py").write_text(RECIPE + four)
+    with pytest.raises(ValueError, match=r"four cannot be called as a model, with \(image, .* give further options a default"):
+        load_recipe(tmp_path / "own.py")
+    (tmp_path / "own.py").write_text(RECIPE + four.replace("width)", "*, width)"))
+    with pytest.raises(ValueError, match="model has no 'width'") if model == "four" else nullcontext():
+        load_recipe(tmp_path / "own.py")
 
 
 def test_wrong_preprocessing_in_a_record_is_no_problem_of_the_code_of_the_recipe(arms, tmp_path):
