@@ -377,6 +377,19 @@ def test_sam_does_not_move_the_last_layer_of_dino_while_it_is_frozen():
         assert torch.equal(last, moved_last) == frozen and not torch.equal(first, moved_first)
 
 
+def test_sam_does_not_move_weights_with_a_learning_rate_of_0():
+    """As those outside the predictors of `LearnToPrune` in the first sixth of a run."""
+    training, seen = training_of(SHORT.vary(optimizer=SAM, steps=2)), []
+    groups, head = training.optimizer.param_groups, training.objective.model.head
+    late = [any(p is head.bias for p in group["params"]) for group in groups]
+    training.rates = [lambda progress, rate, late=late: rate * (progress >= 0.5 or not late) for late in late]
+    head.register_forward_pre_hook(lambda *_: seen.append([p.detach().clone() for p in (head.bias, head.weight)]))
+    for frozen in (True, False):
+        training.train_step()
+        (bias, weight), (moved_bias, moved_weight) = seen[-2:]
+        assert torch.equal(bias, moved_bias) == frozen and not torch.equal(weight, moved_weight)
+
+
 # ScheduleFree
 
 

@@ -31,8 +31,9 @@ class SAM(Optimizer):
     Both passes use the same augmented images and the same random numbers. Buffers, such as the running statistics of batch
     normalization or the center of DINO, and teachers change in the first pass only. So both passes learn the same targets of a
     teacher; targets that the trained model predicts itself, as in FixMatch, are predicted anew in the second pass. The reported
-    loss is that of the first pass. Gradients are clipped after the second pass. Weights that are frozen in a step, such as the
-    last layer of DINO at the start, are not moved. In a stack, the move is computed for each run separately.
+    loss is that of the first pass. Gradients are clipped after the second pass. Weights that do not learn in a step are not
+    moved: frozen ones, such as the last layer of DINO at the start, and those with the learning rate 0, such as all but the
+    predictors of `LearnToPrune` at the start. In a stack, the move is computed for each run separately.
 
     Paper    SAM: Foret et al. 2021, arXiv:2010.01412. ASAM: Kwon et al. 2021, arXiv:2102.11600.
     Off      `rho=0` equals the base optimizer, bit for bit, and has one pass.
@@ -120,10 +121,11 @@ class SAM(Optimizer):
     @contextmanager
     def moved(self, members: bool = False) -> Iterator[None]:
         """Context manager that moves the weights along their gradients by the distance `rho`, and restores them exactly at the
-        end. Parameters without a gradient are not moved. With `members`, the first axis is the run of a stack. ASAM treats a
-        group without the entry "decays" as biases.
+        end. Parameters without a gradient or with the learning rate 0 are not moved. With `members`, the first axis is the run
+        of a stack. ASAM treats a group without the entry "decays" as biases.
         """
-        chosen = [(p, group.get("decays", False)) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        groups = [group for group in self.param_groups if group["lr"]]
+        chosen = [(p, group.get("decays", False)) for group in groups for p in group["params"] if p.grad is not None]
         if not chosen:
             yield
             return

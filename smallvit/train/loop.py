@@ -282,9 +282,10 @@ class Training:
         self.update_weights(self.compute_gradients(self.next_batch()))
 
     def compute_gradients(self, batch: Batch) -> Tensor:
-        """Compute the gradient of the loss on a batch, and return the loss. With the optimizer `SAM`, the gradient is computed
-        at moved weights, and the loss at the present ones.
+        """Set the learning rates of the step, compute the gradient of the loss on a batch, and return the loss. With the
+        optimizer `SAM`, the gradient is computed at moved weights, and the loss at the present ones.
         """
+        self.set_learning_rates(self.optimizer)
         if not isinstance(self.optimizer, SAM):
             return self.backward(batch)
         before, passes = [numbers_of(part) for part in self.own_modules], []
@@ -357,7 +358,6 @@ class Training:
 
     def update_weights(self, loss: Tensor):
         """Update the weights and their average (EMA) from the gradients of a step, and count the step with its `loss`."""
-        self.set_learning_rates(self.optimizer)
         self.objective.before_step(self.progress)
         if self.flat is not None and not self.flat.complete():
             self.flat.separate()
