@@ -88,13 +88,13 @@ class SAM(Optimizer):
         self.used = False
 
     def two_passes(
-        self, backward: Callable[[], Tensor], objective: Any, changed: Sequence[Tensor], members: bool = False
+        self, backward: Callable[[], Tensor], objective: Any, changed: Sequence[Tensor], members: Sequence[Any] = ()
     ) -> Tensor:
         """Compute the gradients of a step at the moved weights, and return the loss at the original weights. The function
         `backward` sets the gradients to zero, computes them at the present weights and returns the loss. `objective` is the
         training objective. `changed` are its tensors that a forward pass may change, such as buffers and the weights of a
-        teacher; they change in the first pass only. With `members`, the first axis of all tensors is the run of a stack. See
-        `second_pass` and `frozen_parameters` of `Objective`.
+        teacher; they change in the first pass only. In a stack, `members` are the objectives of its runs, and the first axis of
+        all tensors is the run. See `second_pass` and `frozen_parameters` of `Objective`.
         """
         self.used = True
         if not self.rho:
@@ -102,7 +102,8 @@ class SAM(Optimizer):
         device = next(p.device for group in self.param_groups for p in group["params"])
         before, draws = [tensor.clone() for tensor in changed], random_states(device)
         loss = backward()
-        after, observed = [tensor.clone() for tensor in changed], objective.observed
+        after, objectives = [tensor.clone() for tensor in changed], members or [objective]
+        observed = [each.observed for each in objectives]
         if getattr(objective, "second_pass", None) is None:
             copy_all(changed, before)
             second_pass = nullcontext()
@@ -111,11 +112,11 @@ class SAM(Optimizer):
         for parameter in getattr(objective, "frozen_parameters", list)():
             parameter.grad = None
         set_random_states(device, draws)
-        with self.moved(members), second_pass:
+        with self.moved(bool(members)), second_pass:
             backward()
         copy_all(changed, after)
-        if observed is not None:
-            objective.observed = observed
+        for each, first_pass in zip(objectives, observed):
+            each.observed = first_pass
         return loss
 
     @contextmanager

@@ -7,7 +7,7 @@ are trained, so everything outside the step works as for a single run. They shar
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -259,16 +259,9 @@ class Stack:
         """
         if not isinstance(self.optimizer, SAM):
             return self.gradient_step(batch, self.first.progress)
-        observed: list[list[Observation | None]] = []
-
-        def backward() -> Tensor:
-            losses = self.gradient_step(batch, self.first.progress)
-            observed.append([member.objective.observed for member in self.members])
-            return losses
-
-        losses = self.optimizer.two_passes(backward, self.first.objective, self.not_trained, members=True)
-        for member, first_pass in zip(self.members, observed[0]):
-            member.objective.observed = first_pass
+        objectives = [member.objective for member in self.members]
+        backward = partial(self.gradient_step, batch, self.first.progress)
+        losses = self.optimizer.two_passes(backward, self.first.objective, self.not_trained, objectives)
         self.clip_gradients()
         return losses
 
