@@ -68,7 +68,7 @@ class Jitter(Transform):
             angle = tau * change[3, :, None, None]
             mix = contrast * brightness * (GRAY + saturation * (angle.cos() * CHROMA + angle.sin() * QUARTER_TURN))
             mean = images.mean(dim=(1, 2, 3))[:, None, None] * upload((1 - contrast) * brightness, images.device)
-            changed = torch.bmm(upload(mix, images.device), images.flatten(2)).add_(mean).clamp_(0, 1)
+            changed = torch.baddbmm(mean, upload(mix, images.device), images.flatten(2)).clamp_(0, 1)
             return batch._replace(images=changed.view_as(images))
         factors = (brightness, contrast, saturation)
         brightness, contrast, saturation = (upload(factor[:, None], images.device) for factor in factors)
