@@ -35,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     benchmarks = BENCHMARKS | {name: partial(BENCHMARKS[name], steps=args.steps) for name in ("recipe", "gpu", "verdict")}
     given = parse_numerics(args.numerics)
-    benchmarks |= {name: partial(BENCHMARKS[name], given=given) for name in ("train", "inference", "dino")}
+    benchmarks |= {name: partial(BENCHMARKS[name], given=given) for name in ("train", "inference", "dino", "views")}
     record = {"machine": describe_machine(), "repeats": args.repeats, "warm_up": WARM_UP, "lines": []}
     if args.update and args.out.exists():
         earlier = json.loads(args.out.read_text())

@@ -22,7 +22,7 @@ from smallvit.launch import launch
 from smallvit.launch.autotune import race, ways_to_try, winner
 from smallvit.launch.gpus import SHARING
 from smallvit.native import reason_against
-from smallvit.numerics import DEFAULT, Numerics, NumericsContext
+from smallvit.numerics import DEFAULT, Numerics, NumericsContext, making_views
 from smallvit.train.loop import Training
 from smallvit.train.stack import Stack
 
@@ -113,10 +113,14 @@ def augmentation(images: Tensor) -> Tensor:
     return apply(transforms, Batch(images, images.new_ones(len(images), 1)), torch.Generator().manual_seed(0)).images
 
 
-def views(data: Dataset, crops: Sequence[Callable], batch: int) -> list[Tensor]:
-    """Return the normalized views of the first `batch` images; views of one size are in one tensor."""
+def views(data: Dataset, crops: Sequence[Callable], batch: int, numerics: Numerics = DEFAULT) -> list[Tensor]:
+    """Return the normalized views of the first `batch` images; views of one size are in one tensor. With the kernel "native",
+    they are made as in training with it.
+    """
     images = Batch(data.train.pixels(slice(batch)), data.train.targets(slice(batch)))
-    return [data.spec.normalize(views) for views in apply(crops, images, torch.Generator().manual_seed(0)).views]
+    with making_views(numerics):
+        made = apply(crops, images, torch.Generator().manual_seed(0)).views
+    return [data.spec.normalize(views) for views in made]
 
 
 def runs(shape: Shape, number: int, steps: int, labels: int, device: str = "cpu", stack: int = STACK):

@@ -200,12 +200,15 @@ def check_augmentation(name: str, transform: Callable[[Tensor], Tensor], images:
     check_equal(f"different images after {name}, of 4 equal ones", 4, len({image.numpy().tobytes() for image in out}))
 
 
-def views(batch: int = 64) -> Iterator[Task]:
+def views(batch: int = 64, given: dict = {}) -> Iterator[Task]:  # noqa: B006
     """The views of images for DINO, from bytes to normalized pixels."""
+    numerics = Numerics(kernel=given.get("kernel"))
+    label = "native views" if numerics.kernel == "native" and not reason_against() else None
     for name, data, crops in view_settings():
-        ours_views, their_views = partial(ours.views, data, crops, batch), peers.views(data, crops, batch)
+        ours_views, their_views = partial(ours.views, data, crops, batch, numerics), peers.views(data, crops, batch)
         check_views(ours_views(), their_views())
-        yield Task(f"views of {name}, batch {batch}", ours_views, {"lightly": {"default settings": their_views}})
+        theirs = {"lightly": {"default settings": their_views}}
+        yield Task(f"views of {name}, batch {batch}", ours_views, theirs, numerics=label)
 
 
 def dino(shape: Shape = SMALL, given: dict = {}) -> Iterator[Task]:  # noqa: B006

@@ -23,7 +23,7 @@ class Numerics(NamedTuple):
 
     precision   "fp32" or "bf16" for matrix products and convolutions; None uses the precision of the run
     kernel      "explicit" (two matrix products and a softmax) or "fused" attention, for any number of tokens; "native" computes
-                whole blocks by compiled code (`smallvit.native`), and leaves the rest to PyTorch; None lets
+                whole blocks and views of images by compiled code (`smallvit.native`), and leaves the rest to PyTorch; None lets
                 `smallvit.attention.attend` choose
     compiled    True compiles the transformer blocks with torch.compile, except blocks with a token reduction
 
@@ -195,6 +195,17 @@ def leave(module: "nn.Module", name: str, user: object):
         vars(module)[name] = value
     if len(values) == 1:
         del VALUES[id(module), name]
+
+
+def making_views(numerics: Numerics) -> AbstractContextManager[None]:
+    """Context manager for making the batch of a training step. With the kernel "native", compiled code does the slow parts of
+    random transforms on a CPU: see `smallvit.augment.kernels`. Otherwise nothing changes.
+    """
+    if numerics.kernel != "native":
+        return nullcontext()
+    from smallvit.native import native_views
+
+    return native_views()
 
 
 @contextmanager

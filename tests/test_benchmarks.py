@@ -321,7 +321,7 @@ def test_command_writes_a_record_and_prints_its_table(tmp_path, monkeypatch, cap
     def quick(steps=None, given=None) -> Iterator[tasks.Task]:
         yield tasks.Task(f"nothing {steps}", lambda: None, {"timm": {"default settings": lambda: None}}, measure=call_once)
 
-    names = ("quick", "train", "inference", "dino", "recipe", "gpu", "verdict")
+    names = ("quick", "train", "inference", "dino", "views", "recipe", "gpu", "verdict")
     monkeypatch.setattr(tasks, "BENCHMARKS", dict.fromkeys(names, quick))
     out = tmp_path / "deep" / "record.json"
     assert main(["quick", "recipe", "--repeats", "2", "--steps", "7", "--out", str(out)]) == 0
@@ -339,7 +339,7 @@ def test_update_replaces_the_lines_of_a_task_and_keeps_the_others(tmp_path, monk
 
     times = [3.0, 2.0, 1.0]
     others = dict.fromkeys(("inference", "dino", "recipe", "gpu", "verdict"), benchmark)
-    own = {"train": lambda given: benchmark("train", times), "views": lambda: benchmark("views", times)}
+    own = {"train": lambda given: benchmark("train", times), "views": lambda given: benchmark("views", times)}
     monkeypatch.setattr(tasks, "BENCHMARKS", others | own)
     for names in (["train", "views"], ["train"]):
         assert main([*names, "--repeats", "2", "--update", "--out", str(tmp_path / "record.json")]) == 0

@@ -75,7 +75,7 @@ MAY_IMPORT = {
     "definitions": set(),
     "trackers": {"record", "storage", "words"},
     "numerics": {"native", "vit"},
-    "native": {"attention", "convolution", "pooling", "reduction", "storage", "tokenizers", "vit"},
+    "native": {"attention", "augment", "convolution", "pooling", "reduction", "storage", "tokenizers", "vit"},
     **{part: set() for part in (*(slot for slot in SLOTS if slot not in ("pooling", "tokenizers")), "augment", "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage", "words")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.

@@ -6,6 +6,7 @@ pixels.py      Flip, RandomErasing, Noise
 color.py       Jitter, Gray, Solarize, Blur
 mix.py         Mixup, CutMix, SmoothLabels: these also change the targets
 multicrop.py   MultiCrop: several views of each image, for self-supervised learning
+kernels.py     the computations that take most of the time, and which code does them: PyTorch, or the native kernel
 presets.py     digits, photos, strong_digits, strong_photos, digit_crops, photo_crops: ready-made tuples of transforms
 
 A transform is any callable `(batch, generator) -> batch`. The transforms here are frozen dataclasses of plain values, so that

@@ -1,14 +1,14 @@
 """Transforms of color, brightness and sharpness: Jitter, Gray, Solarize and Blur."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import tau
 
 import torch
 from torch import Generator, Tensor
 
 from .batch import ON_CPU, Batch, ChosenTransform, Random, Transform, check_interval, check_range, symmetric_uniform, upload
+from .kernels import KERNELS, change_chosen, to_gray
 
 # Matrices for an RGB pixel x. GRAY x: its gray value (ITU-R BT.601), three times. CHROMA x: the rest, x - GRAY x.
 # QUARTER_TURN x: the chroma, rotated by 90 degrees from red towards green.
@@ -68,14 +68,13 @@ class Jitter(Transform):
             angle = tau * change[3, :, None, None]
             mix = contrast * brightness * (GRAY + saturation * (angle.cos() * CHROMA + angle.sin() * QUARTER_TURN))
             mean = images.mean(dim=(1, 2, 3))[:, None, None] * upload((1 - contrast) * brightness, images.device)
-            changed = torch.baddbmm(mean, upload(mix, images.device), images.flatten(2)).clamp_(0, 1)
-            return batch._replace(images=changed.view_as(images))
+            return batch._replace(images=KERNELS.get().recolor(images, upload(mix, images.device), mean))
         factors = (brightness, contrast, saturation)
         brightness, contrast, saturation = (upload(factor[:, None], images.device) for factor in factors)
         images = images * brightness
         images = torch.lerp(images.mean(dim=(1, 2, 3), keepdim=True), images, contrast)
         if self.saturation:
-            images = torch.lerp(_to_gray(images), images, saturation)
+            images = torch.lerp(to_gray(images), images, saturation)
         return batch._replace(images=images.clamp(0, 1))
 
 
@@ -99,7 +98,8 @@ class Gray(ChosenTransform):
 
     def change(self, batch: Batch, random: Random) -> Batch:
         _check_rgb(batch.images, f"Gray(probability={self.probability})", "leave it out")
-        return _change_chosen(batch, random, lambda images, _: _to_gray(images))
+        KERNELS.get().gray(batch.images, _chosen(batch, random))
+        return batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +125,12 @@ class Solarize(ChosenTransform):
         return None if self.force else "Solarize turns the ink of digits black: a stroke becomes two thin ones"
 
     def change(self, batch: Batch, random: Random) -> Batch:
-        def solarize(images: Tensor, _) -> Tensor:
+        def solarize(images: Tensor) -> Tensor:
             images = images.clamp_(0, 1)
             return (images - (images >= self.threshold).to(images)).abs_()  # |x - 1| or |x|: much faster than torch.where
 
-        return _change_chosen(batch, random, solarize)
+        change_chosen(batch.images, _chosen(batch, random), solarize)
+        return batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,32 +165,14 @@ class Blur(ChosenTransform):
         return {"sigma": sigma} | super().draw(shape, generator)
 
     def change(self, batch: Batch, random: Random) -> Batch:
-        def blur(images: Tensor, index: Tensor) -> Tensor:
-            sigma = upload(random["sigma"], images.device)[index]
-            weights = {length: _gaussian_weights(length, sigma) for length in set(images.shape[2:])}
-            rows, columns = (weights[length] for length in images.shape[2:])
-            return rows[:, None] @ (images.flatten(1, 2) @ columns.mT.contiguous()).view_as(images)
-
-        return _change_chosen(batch, random, blur)
+        index = _chosen(batch, random)
+        KERNELS.get().blur(batch.images, index, upload(random["sigma"], index.device)[index])
+        return batch
 
 
-def _change_chosen(batch: Batch, random: Random, change: Callable[[Tensor, Tensor], Tensor]) -> Batch:
-    """Change the chosen images of a batch in place, and return the batch. `random["chosen"]` says for each image whether it is
-    chosen. `change(images, index)` gets the chosen images and their positions in the batch, and returns the changed images.
-    """
-    images, index = batch.images, upload(random["chosen"].nonzero()[:, 0], batch.images.device)
-    if len(index) == len(images):
-        images.copy_(change(images, index))
-    else:
-        images[index] = change(images.index_select(0, index), index)
-    return batch
-
-
-def _to_gray(images: Tensor) -> Tensor:
-    """Return the gray values of RGB images (batch, 3, height, width), as a tensor of shape (batch, 1, height, width), by the
-    standard ITU-R BT.601.
-    """
-    return 0.299 * images[:, 0:1] + 0.587 * images[:, 1:2] + 0.114 * images[:, 2:3]
+def _chosen(batch: Batch, random: Random) -> Tensor:
+    """Return the positions of the chosen images in the batch, on their device."""
+    return upload(random["chosen"].nonzero()[:, 0], batch.images.device)
 
 
 def _check_rgb(images: Tensor, transform: str, advice: str) -> None:
@@ -198,22 +181,3 @@ def _check_rgb(images: Tensor, transform: str, advice: str) -> None:
     """
     if images.shape[1] != 3:
         raise ValueError(f"{transform} needs 3 channels, got {images.shape[1]}: {advice}")
-
-
-def _gaussian_weights(length: int, sigma: Tensor) -> Tensor:
-    """Return one matrix for each image, shape (images, length, length). Multiplied by the pixels along one axis of the image,
-    the matrix blurs this axis by a Gaussian filter. `length` is the number of pixels of the axis. `sigma` (images) holds the
-    standard deviation in pixels for each image.
-
-    Each row of a matrix sums to 1.
-    """
-    variance = sigma.clamp(min=1e-3).square_()[:, None, None]
-    logits = _squared_distances(length, sigma.device) / (-2 * variance)
-    return torch.softmax(logits.clamp_(min=-30), dim=-1)  # smaller weights are several times slower to multiply
-
-
-@lru_cache(maxsize=64)
-def _squared_distances(length: int, device: torch.device) -> Tensor:
-    """Return the squared distances between the pixels along one axis of an image, shape (length, length)."""
-    position = torch.arange(length, device=device)
-    return (position[:, None] - position).square()

@@ -34,10 +34,11 @@
 #include <cstdint>
 #include <cstring>
 #include <algorithm>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
+
+#include "shared.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -56,26 +57,11 @@
 
 // ---------------------------------------------------------------------------------------------------------------- vectors
 
-// A vector holds as many floats as a register of the processor. Compilers translate + - * / on such types to its instructions.
 // A tile of a matrix product (see `tile`) is ROWS x VECS registers, so that it fits in the registers together with its inputs.
-#if defined(__AVX512F__)
-enum { LANES = 16, VECS = 4 };
-#elif defined(__AVX2__)
-enum { LANES = 8, VECS = 2 };
-#else
-enum { LANES = 4, VECS = 2 };
-#endif
 // A tile that is VECS vectors wide has at most ROWS rows. A narrower tile needs fewer registers for each row, so it may have up
 // to MOST_ROWS rows.
-enum { ROWS = 6, MOST_ROWS = LANES == 16 ? 12 : 6 };
+enum { VECS = LANES == 16 ? 4 : 2, ROWS = 6, MOST_ROWS = LANES == 16 ? 12 : 6 };
 
-typedef float Vec __attribute__((vector_size(4 * LANES)));
-typedef int Int __attribute__((vector_size(4 * LANES)));
-typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-static inline Vec load(const float* p) { return *(const Unaligned*)p; }
-static inline void store(float* p, Vec v) { *(Unaligned*)p = v; }
-static inline Vec fill(float value) { return value - (Vec){}; }  // value in all lanes; keeps the sign of zero
 static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 #if defined(__has_builtin)
@@ -969,24 +955,13 @@ struct Plan {  // where everything lies in the memory of the caller
   }
 };
 
-// Call `work(item, thread)` for the items 0, 1, ..., items - 1. Each thread gets consecutive items, about as many as each other
-// thread. Which items a thread gets depends on the two numbers only, so the same sums are added in the same order in each call.
+// Call `work(item, thread)` for the items 0, 1, ..., items - 1, in several threads.
 template <class Work>
 static void in_threads(long items, long most_threads, long precision, Work work) {
-  const long threads = std::max(1l, std::min(most_threads, items));
-  auto share = [&](long t) {
+  share_in_threads(items, most_threads, [&](long first, long end, long thread) {
     const TilesInUse tiles(precision);
-    for (long i = items * t / threads; i < items * (t + 1) / threads; i++) work(i, t);
-  };
-  std::vector<std::thread> started;
-  long t = 1;
-  try {
-    for (; t < threads; t++) started.emplace_back(share, t);
-  } catch (const std::system_error&) {  // the system starts no more threads: this thread does their work
-  }
-  share(0);
-  for (; t < threads; t++) share(t);
-  for (std::thread& each : started) each.join();
+    for (long i = first; i < end; i++) work(i, thread);
+  });
 }
 
 static void pack_all(const Blocks& s, const Plan& plan, bool backward) {

@@ -1,4 +1,4 @@
-"""The compiled kernel: compiling `blocks.cpp` once for each processor, and loading it."""
+"""The compiled kernel: compiling `blocks.cpp` and `views.cpp` once for each processor, and loading them."""
 
 import ctypes
 import functools
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from smallvit.storage import cache_folder, locked, write_atomic, write_text
 
-SOURCE = Path(__file__).with_name("blocks.cpp")
+FOLDER = Path(__file__).parent
+SIZES = {"blocks.cpp": ("blocks_kept_floats", "blocks_scratch_floats", "blocks_merge_floats")}  # functions that return a long
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
 FOR_THIS_PROCESSOR = (("-march=native",), ("-mcpu=native",), ())  # the first one that the compiler accepts
 COMPILE_SECONDS = 300  # how long to wait for another process that compiles the kernel
@@ -26,9 +27,9 @@ class NotAvailable(RuntimeError):
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library(source: str = "blocks.cpp") -> ctypes.CDLL:
     """Return the compiled kernel, as a library of C functions. It is compiled if the cache has none for this source, compiler
-    and processor, which takes some seconds.
+    and processor, which takes some seconds. `source` is the name of the file.
 
     The file lies in `code_folder()`; the environment variable CXX names another compiler.
 
@@ -39,19 +40,20 @@ def library() -> ctypes.CDLL:
         compiler = find_compiler()
         version = run([*compiler, "--version"])
         target = run([*compiler, "-march=native", "-E", "-v", "-"], input="")  # what "native" means on this processor
-        key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, *compiler, version, target, processor()]).encode())
-        path = folder / f"blocks-{key.hexdigest()[:20]}.so"
+        code = [(FOLDER / name).read_text() for name in (source, "shared.h")]
+        key = hashlib.sha256("\n".join([*code, *FLAGS, *compiler, version, target, processor()]).encode())
+        path = folder / f"{Path(source).stem}-{key.hexdigest()[:20]}.so"
         if not is_whole(path):  # a library that is there can also be used in a folder that cannot be written
             with locked(path.with_suffix(".lock"), timeout=COMPILE_SECONDS):
                 if not is_whole(path):
-                    compiled = compile_source(compiler)
+                    compiled = compile_source(compiler, FOLDER / source)
                     write_atomic(path, lambda new: new.write_bytes(compiled))
                     write_text(path.with_suffix(".sha256"), hashlib.sha256(compiled).hexdigest())
         found = ctypes.CDLL(str(path))
     except (OSError, ValueError) as error:
         raise NotAvailable(f"the kernel could not be compiled or loaded in {folder}: {error}") from error
-    for count in (found.blocks_kept_floats, found.blocks_scratch_floats, found.blocks_merge_floats):
-        count.restype = ctypes.c_long
+    for name in SIZES.get(source, ()):
+        getattr(found, name).restype = ctypes.c_long
     return found
 
 
@@ -114,15 +116,15 @@ def code_folder() -> Path:
     return folder
 
 
-def compile_source(compiler: Sequence[str]) -> bytes:
-    """Compile the kernel, and return the content of the library. Raise NotAvailable with the compiler's message."""
+def compile_source(compiler: Sequence[str], source: Path) -> bytes:
+    """Compile a file, and return the content of the library. Raise NotAvailable with the compiler's message."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "blocks.so"
+        path = Path(folder) / "compiled.so"
         for flags in FOR_THIS_PROCESSOR:
-            message = run([*compiler, *FLAGS, *flags, str(SOURCE), "-o", str(path)])
+            message = run([*compiler, *FLAGS, *flags, str(source), "-o", str(path)])
             if path.exists():
                 return path.read_bytes()
-    raise NotAvailable(f"{' '.join(compiler)} could not compile {SOURCE.name}: {message.strip()[:500]}")
+    raise NotAvailable(f"{' '.join(compiler)} could not compile {source.name}: {message.strip()[:500]}")
 
 
 @functools.cache
@@ -132,10 +134,10 @@ def has_tiles() -> bool:
 
 
 @functools.cache
-def reason_against() -> str | None:
-    """Return why the kernel cannot be used on this machine, or None if it can."""
+def reason_against(source: str = "blocks.cpp") -> str | None:
+    """Return why the kernel cannot be used on this machine, or None if it can. `source` is the name of its file."""
     try:
-        library()
+        library(source)
     except NotAvailable as error:
         return str(error)
     return None

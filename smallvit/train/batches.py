@@ -15,6 +15,7 @@ from torch import Generator, Tensor
 from smallvit.augment import Batch, apply
 from smallvit.augment.batch import upload
 from smallvit.data import Images
+from smallvit.numerics import making_views
 from smallvit.rng import stream
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ def draw_batch(members: Sequence["Training"], source: Source, pool: Source | Non
     indices = [batch_index(len(part), run.batch, step, seed) for part, seed in zip(source.parts, seeds)]
     batch = source.take(indices)
     batch = batch._replace(targets=first.label_mask * batch.targets)
-    batch = apply(run.augment, batch, generators(stream(seed, "augment", step) for seed in seeds))
-    if pool is not None:
-        batch = batch._replace(views=unlabelled_views(members, pool))
+    with making_views(first.numerics):
+        batch = apply(run.augment, batch, generators(stream(seed, "augment", step) for seed in seeds))
+        if pool is not None:
+            batch = batch._replace(views=unlabelled_views(members, pool))
     normalize = first.spec.normalize
     return batch._replace(images=normalize(batch.images), views=tuple(normalize(views) for views in batch.views))
 
