@@ -154,6 +154,16 @@ def test_augmentation_with_one_draw_for_all_images_is_refused():
         tasks.check_augmentation("the crop", lambda images: images[..., 2:], images)
 
 
+def test_views_are_those_of_the_kernel_that_is_given():
+    usual, native = (list(tasks.views(batch=3, given=given)) for given in ({}, {"kernel": "native"}))
+    assert [task.numerics for task in usual] == [None, None]
+    assert [task.numerics for task in native] == [None if reason_against() else "native views"] * 2
+    for task, other in zip(usual, native):
+        assert task.name == other.name
+        for views, same in zip(task.ours(), other.ours()):
+            torch.testing.assert_close(same, views, rtol=0, atol=1e-4)
+
+
 def test_other_views_are_refused():
     views = [torch.zeros(4, 1, 28, 28), torch.zeros(8, 1, 16, 16)]
     tasks.check_views(views, [*views[0].split(2), *views[1].split(2)])
