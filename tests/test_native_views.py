@@ -46,13 +46,12 @@ def calls(monkeypatch):
 # Each computation
 
 
-def grid_sample(images, from_x, from_y, padding):
+def grid_sample(images, grid, padding):
     """Crops as in `Kernels`, one at a time by PyTorch's function."""
     crops = []
-    for number in range(from_x.shape[1]):
-        grid = from_x[:, number, None, :] + from_y[:, number, :, None]
-        image = images[number % len(images)][None]
-        crops.append(F.grid_sample(image, grid.permute(1, 2, 0)[None], padding_mode=padding, align_corners=False))
+    for number in range(grid.shape[1]):
+        image, points = images[number % len(images)][None], grid[:, number].permute(1, 2, 0)[None]
+        crops.append(F.grid_sample(image, points, padding_mode=padding, align_corners=False))
     return torch.cat(crops)
 
 
@@ -67,12 +66,12 @@ SHAPES = [  # images, channels, height, width, crops of each, rows, columns
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_crops_are_sampled_as_by_grid_sample(shape, padding, reach, calls):
     b, c, h, w, count, rows, columns = shape
-    images = rand(b, c, h, w)
-    from_x, from_y = (reach * (2 * rand(2, count * b, length, seed=length) - 1) for length in (columns, rows))
+    images, grid = rand(b, c, h, w), reach * (2 * rand(2, count * b, rows, columns) - 1)
     with native_views():
-        crops = KERNELS.get().sample(images, from_x, from_y, padding)
-    assert len(calls) == (c > 2)
-    close(crops, grid_sample(images, from_x, from_y, padding))
+        crops = KERNELS.get().sample(images, grid, padding)
+        strided = KERNELS.get().sample(images, grid.mT.contiguous().mT, padding)
+    assert len(calls) == 2 and torch.equal(crops, strided)
+    close(crops, grid_sample(images, grid, padding))
 
 
 @pytest.mark.parametrize("padding", ["zeros", "border"])
@@ -80,21 +79,22 @@ def test_pixels_that_are_nan_or_infinite_spread_as_in_grid_sample(padding):
     images = rand(4, 3, 6, 6)
     images[0, 1, 2, 3] = images[1, :, 0, 0] = images[2, 2, 5, 5] = float("nan")
     images[3, 0, 5, 0] = float("inf")
-    from_x, from_y = 1.3 * (2 * rand(2, 12, 20) - 1), 1.3 * (2 * rand(2, 12, 20, seed=1) - 1)
+    grid = 1.5 * (2 * rand(2, 12, 20, 20) - 1)
     with native_views():
-        crops = KERNELS.get().sample(images, from_x, from_y, padding)
-    expected = grid_sample(images, from_x, from_y, padding)
+        crops = KERNELS.get().sample(images, grid, padding)
+    expected = grid_sample(images, grid, padding)
     assert expected.isnan().any() and not expected.isnan().all() and expected.isinf().any()
     close(crops, expected, equal_nan=True)
 
 
 def test_points_far_outside_do_not_see_a_nan_at_the_border():
-    images = torch.full((1, 3, 4, 4), float("nan"))
     far = torch.tensor([-1e30, -1e9, -5.0, 5.0, 1e9, 1e30])
-    from_x, from_y = torch.stack([far, torch.zeros(6)])[:, None], torch.zeros(2, 1, 3)
-    with native_views():
-        assert torch.equal(KERNELS.get().sample(images, from_x, from_y, "zeros"), torch.zeros(1, 3, 3, 6))
-        assert torch.equal(KERNELS.get().sample(images, from_x.flip(0), from_y, "zeros"), torch.zeros(1, 3, 3, 6))
+    grid = torch.stack([far, torch.zeros(6)])[:, None, None]
+    for channels in (1, 3):
+        images = torch.full((1, channels, 4, 4), float("nan"))
+        with native_views():
+            assert torch.equal(KERNELS.get().sample(images, grid, "zeros"), torch.zeros(1, channels, 1, 6))
+            assert torch.equal(KERNELS.get().sample(images, grid.flip(0), "zeros"), torch.zeros(1, channels, 1, 6))
 
 
 def test_images_that_are_not_contiguous_give_the_same_crops(calls):
@@ -172,7 +172,7 @@ def test_views_agree_with_those_without_the_kernel(crops, channels, calls):
     assert not calls
     with native_views():
         views = augment.apply(crops, batch, seeded()).views
-    assert calls or crops is VIEWS["digits"]
+    assert calls
     assert len(views) == len(expected) == 2
     for found, other in zip(views, expected):
         close(found, other)

@@ -20,8 +20,11 @@ from torch import Tensor
 class Kernels(NamedTuple):
     """Code for the four computations. `index` are the positions of the images that are changed, int64, on their device.
 
-    sample    `sample(images, from_x, from_y, padding)`: crops of the images, as `sample_at` returns them. The pixel in row i
-              and column j of a crop lies at the point `from_x[:, crop, j] + from_y[:, crop, i]`
+    sample    `sample(images, grid, padding)`: crops of the images, sampled bilinearly, shape (crops, c, rows, columns). The
+              first b crops are one of every image, the next b a second one, and so on. `grid` (2, crops, rows, columns) holds
+              the point (x, y) of each new pixel, in the coordinates of torch's `grid_sample`: from -1 to 1 along each axis of
+              the image. Outside, images are black with the padding "zeros"; with "border" they have the value of the nearest
+              pixel
     recolor   `recolor(images, matrix, offset)`: new RGB images, whose pixels are matrix x + offset for a pixel x, clipped to
               [0, 1]. `matrix` (b, 3, 3) and `offset` (b, 1, 1) are those of each image
     gray      `gray(images, index)`: make RGB images gray, in place
@@ -29,22 +32,13 @@ class Kernels(NamedTuple):
               standard deviations in pixels
     """
 
-    sample: Callable[[Tensor, Tensor, Tensor, str], Tensor]
+    sample: Callable[[Tensor, Tensor, str], Tensor]
     recolor: Callable[[Tensor, Tensor, Tensor], Tensor]
     gray: Callable[[Tensor, Tensor], None]
     blur: Callable[[Tensor, Tensor, Tensor], None]
 
 
-def sample(images: Tensor, from_x: Tensor, from_y: Tensor, padding: str) -> Tensor:
-    return sample_at(images, from_x[:, :, None, :] + from_y[:, :, :, None], padding)
-
-
-def sample_at(images: Tensor, grid: Tensor, padding: str) -> Tensor:
-    """Return crops of the images, shape (crops, c, rows, columns), sampled bilinearly. `grid` (2, crops, rows, columns) holds
-    the point (x, y) of each new pixel, in the coordinates of torch's `grid_sample`: from -1 to 1 along each axis of the image.
-    Outside, images are black with `padding="zeros"`; with "border" they have the value of the nearest pixel. The first b crops
-    are one of every image, the next b a second one, and so on.
-    """
+def sample(images: Tensor, grid: Tensor, padding: str) -> Tensor:
     parts = [part.permute(1, 2, 3, 0) for part in grid.chunk(grid.shape[1] // len(images), dim=1)]
     crops = [F.grid_sample(images, points, padding_mode=padding, align_corners=False) for points in parts]
     return torch.cat(crops) if len(crops) > 1 else crops[0]

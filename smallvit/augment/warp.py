@@ -21,7 +21,7 @@ from .batch import (
     symmetric_uniform,
     upload,
 )
-from .kernels import KERNELS, sample_at
+from .kernels import KERNELS
 
 
 class Crops(NamedTuple):
@@ -120,11 +120,6 @@ class Warp(Transform):
         """Return True if this transform can also mirror its results: see `crops`."""
         return not self.elastic and self.aim == "anywhere"
 
-    @property
-    def padding(self) -> str:
-        """The option `fill` as torch's `grid_sample` calls it."""
-        return "zeros" if self.fill == "black" else "border"
-
     def draw(self, shape: Sequence[int], generator: Generator) -> Random:
         crops, _, h, w = shape
         random = {}
@@ -148,14 +143,15 @@ class Warp(Transform):
         images and `count` is the number of crops of each. The first b crops are one of every image, the next b a second one,
         and so on.
         """
-        from_x, from_y = self.points(images, crops)
-        if self.can_mirror:
-            return KERNELS.get().sample(images, from_x, from_y, self.padding)
-        grid = from_x[:, :, None, :] + from_y[:, :, :, None]
+        grid = self.affine_grid(images, crops)
         if self.elastic:
             grid = self.add_elastic(grid, images, crops.extent, random["control"])
-        views = sample_at(images, grid, self.padding)
+        views = self.resample(images, grid)
         return self.move_blank(views, images, grid) if self.aim == "ink" else views
+
+    def resample(self, images: Tensor, grid: Tensor) -> Tensor:
+        """Return crops of the images, sampled bilinearly at the points of the grid: see `Kernels`."""
+        return KERNELS.get().sample(images, grid, "zeros" if self.fill == "black" else "border")
 
     def move_blank(self, views: Tensor, images: Tensor, grid: Tensor) -> Tensor:
         """Replace blank crops, which show nothing bright, by crops around the brightest pixel of their image, in place. Return
@@ -171,7 +167,7 @@ class Warp(Transform):
             source, grid = images[blank % len(images)], grid[:, blank]
             target = _pixel_centers(*images.shape[2:], images.device)[:, source.amax(1).flatten(1).argmax(1)]
             offset = target - grid[:, :, grid.shape[2] // 2, grid.shape[3] // 2]
-            views[blank] = sample_at(source, grid + offset[:, :, None, None], self.padding)
+            views[blank] = self.resample(source, grid + offset[:, :, None, None])
         return views
 
     def output_size(self, h: int, w: int) -> tuple[int, int]:
@@ -220,10 +216,9 @@ class Warp(Transform):
         place, farthest = random["place"][:, 0].to(images.device), farthest.to(images.device)
         return _draw_ink(images, place).clamp_(-farthest, farthest), extent
 
-    def points(self, images: Tensor, crops: Crops) -> tuple[Tensor, Tensor]:
-        """Return the points at which the images are sampled, without elastic deformation, as two parts: one for each column of
-        a crop, shape (2, crops, columns), and one for each row, shape (2, crops, rows). The point (x, y) of a pixel is the sum
-        of both.
+    def affine_grid(self, images: Tensor, crops: Crops) -> Tensor:
+        """Return the points (x, y) at which the images are sampled, without elastic deformation, shape (2, crops, height,
+        width).
         """
         h, w = images.shape[2:]
         rows, columns = self.output_size(h, w)
@@ -234,7 +229,8 @@ class Warp(Transform):
         if self.crop != (1, 1):
             extent = crops.extent[:, :, None]
             from_x, from_y = from_x * extent, from_y * extent
-        return upload(from_x, images.device).add_(crops.center[:, :, None]), upload(from_y, images.device)
+        from_x, from_y = upload(from_x, images.device).add_(crops.center[:, :, None]), upload(from_y, images.device)
+        return from_x[:, :, None, :] + from_y[:, :, :, None]
 
     def add_elastic(self, grid: Tensor, images: Tensor, extent: Tensor, control: Tensor) -> Tensor:
         """Add a smooth random displacement (elastic deformation) to sampling points, in place, and return the points. `grid`

@@ -5,8 +5,8 @@
 // threads. A pixel is computed in the same way by each of them, so the number of threads does not change the result.
 //
 // Why this is fast. (1) An image is copied once so that four channels of a pixel lie side by side, and all its crops read this
-// copy: one load gets two whole pixels. (2) Sampling points are computed in registers. (3) A pixel goes through all steps of a
-// change of colors at once. (4) Blurring adds only the pixels that have a weight.
+// copy: one load gets a whole pixel. The copy has a black margin, so no pixel needs a test. (2) A pixel goes through all steps
+// of a change of colors at once. (3) Blurring adds only the pixels that have a weight.
 
 #include <cmath>
 #include <cstdint>
@@ -29,44 +29,43 @@ static inline void store_first(float* to, Vec v, long count) {
 
 // --------------------------------------------------------------------------------------------------------------- sampling
 
-const int CHANNELS = 4;  // of a pixel that is read at once
-const int MARGIN = 2;    // black pixels around the copy of an image: points outside read them without a test
+const int MARGIN = 2;  // black pixels around the copy of an image: points outside read them without a test
 
-typedef float Pixel __attribute__((vector_size(4 * CHANNELS), aligned(4), may_alias));
-typedef float Pair __attribute__((vector_size(8 * CHANNELS), aligned(4), may_alias));  // of pixels side by side
-
-// Crop number v * images + i is the v-th one of image i. Its pixel (row, column) lies at the point (x, y) = from_x[:, crop,
-// column] + from_y[:, crop, row], in coordinates from -1 to 1. The first axis of both is (x, y). Points outside the image are
-// black, or with `edge` as the nearest pixel of the image.
+// Crop number v * images + i is the v-th one of image i, sampled at the points (x, y) of the grid, in coordinates from -1 to 1.
+// Points outside the image are black, or with `edge` as the nearest pixel of the image.
 struct Sampling {
-  long images, channels, height, width, crops, rows, columns, edge, threads;
-  const float *pixels, *from_x, *from_y;  // (images, channels, height, width), (2, crops, columns), (2, crops, rows)
-  float* out;                             // (crops, channels, rows, columns)
+  long images, channels, height, width, crops, area, edge, threads;  // area: the pixels of a crop
+  const float *pixels, *grid;                                        // (images, channels, height, width), (2, crops, area)
+  float* out;                                                        // (crops, channels, area)
 };
 
-// Copy the channels first, first + 1, ... of an image, at most four, to `copy`, whose margins stay black.
-static void interleave(const Sampling& s, long image, long first, float* copy) {
-  const long width = s.width, height = s.height;
-  auto plane = [&](long c) {  // instead of a channel that does not exist, the last one is copied, and never read
-    return s.pixels + (image * s.channels + std::min(first + c, s.channels - 1)) * height * width;
-  };
-  const float *a = plane(0), *b = plane(1), *c = plane(2), *d = plane(3);
-  for (long y = 0; y < height; y++) {
-    Pixel* to = (Pixel*)copy + (y + MARGIN) * (width + 2 * MARGIN) + MARGIN;
-    for (long x = 0; x < width; x++, a++, b++, c++, d++) to[x] = (Pixel){*a, *b, *c, *d};
-  }
+// A pixel of the copy is a float, or four channels of an image side by side. `get` reads it from the image, where the other
+// channels are b, c and d floats behind the first one. `put` writes it to a crop, where each channel is `step` floats behind the
+// one before.
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+static inline void get(float& pixel, const float* from, long, long, long) { pixel = *from; }
+static inline void get(Four& pixel, const float* from, long b, long c, long d) { pixel = (Four){*from, from[b], from[c], from[d]}; }
+
+static inline void put(float* to, long, long, float pixel) { *to = pixel; }
+static inline void put(float* to, long channels, long step, Four pixel) {
+  to[0] = pixel[0];
+  if (channels > 1) to[step] = pixel[1];
+  if (channels > 2) to[2 * step] = pixel[2];
+  if (channels > 3) to[3 * step] = pixel[3];
 }
 
-// Sample the pixels column, column + 1, ... in one row of a crop: one vector, or as many as there are.
-static inline void sample_vector(const Sampling& s, long crop, long row, long column, long first, const float* copy) {
-  const long stride = s.width + 2 * MARGIN, count = s.columns - column;
-  Int before[2];   // the pixel before each point, along both axes, counted from the margin on
+// Sample a crop at the points start, start + 1, ...: one vector of them, or as many as there are. `copy` has the channels of the
+// image from `first` on.
+template <class Pixel>
+static inline void sample_vector(const Sampling& s, long crop, long start, long first, const Pixel* copy) {
+  const long stride = s.width + 2 * MARGIN, count = std::min((long)LANES, s.area - start);
+  Int before[2];  // the pixel before each point, along both axes, counted from the margin on
   Vec behind[2];  // how far the point lies behind this pixel, from 0 to 1
   for (long axis = 0; axis < 2; axis++) {
-    const long place = axis * s.crops + crop, length = axis ? s.height : s.width;
-    const Vec point = load_first(s.from_x + place * s.columns + column, count) + s.from_y[place * s.rows + row];
+    const long length = axis ? s.height : s.width;
     const Vec lowest = fill(s.edge ? 0 : -MARGIN), highest = fill(s.edge ? length - 1 : length);
-    Vec position = (point + 1) * (length / 2.f) - 0.5f;  // in pixels
+    Vec position = (load_first(s.grid + (axis * s.crops + crop) * s.area + start, count) + 1) * (length / 2.f) - 0.5f;
     position = position > lowest ? position : lowest;  // also if it is NaN
     position = position < highest ? position : highest;
     before[axis] = __builtin_convertvector(position + (float)MARGIN, Int);
@@ -76,17 +75,32 @@ static inline void sample_vector(const Sampling& s, long crop, long row, long co
   int corners[LANES];
   float right[LANES], low[LANES];
   memcpy(corners, &corner, sizeof corner), store(right, behind[0]), store(low, behind[1]);
-  const long area = s.rows * s.columns, channels = s.channels - first;
-  float* to = s.out + (crop * s.channels + first) * area + row * s.columns + column;
-  for (long i = 0; i < std::min((long)LANES, count); i++, to++) {
-    const float* pair = copy + corners[i] * CHANNELS;
-    const Pair p = *(const Pair*)pair * (1 - low[i]) + *(const Pair*)(pair + stride * CHANNELS) * low[i];
-    const Pixel value = (Pixel){p[0], p[1], p[2], p[3]} * (1 - right[i]) + (Pixel){p[4], p[5], p[6], p[7]} * right[i];
-    to[0] = value[0];
-    if (channels > 1) to[area] = value[1];
-    if (channels > 2) to[2 * area] = value[2];
-    if (channels > 3) to[3 * area] = value[3];
+  float* to = s.out + (crop * s.channels + first) * s.area + start;
+  for (long i = 0; i < count; i++) {
+    const Pixel* p = copy + corners[i];
+    const float left = 1 - right[i], high = 1 - low[i];
+    const Pixel above = p[0] * left + p[1] * right[i], below = p[stride] * left + p[stride + 1] * right[i];
+    put(to + i, s.channels - first, s.area, above * high + below * low[i]);
   }
+}
+
+// Sample all crops of the images from `begin` to `end` - 1.
+template <class Pixel>
+static void sample_images(const Sampling& s, long begin, long end) {
+  const long height = s.height, width = s.width, stride = width + 2 * MARGIN, channels = sizeof(Pixel) / sizeof(float);
+  std::vector<Pixel> copy((height + 2 * MARGIN) * stride);
+  for (long image = begin; image < end; image++)
+    for (long first = 0; first < s.channels; first += channels) {
+      const float* from = s.pixels + (image * s.channels + first) * height * width;
+      auto place = [&](long c) { return std::min(c, s.channels - first - 1) * height * width; };  // the last channel is repeated
+      const long b = place(1), c = place(2), d = place(3);
+      for (long y = 0; y < height; y++) {
+        Pixel* row = copy.data() + (y + MARGIN) * stride + MARGIN;
+        for (long x = 0; x < width; x++, from++) get(row[x], from, b, c, d);
+      }
+      for (long crop = image; crop < s.crops; crop += s.images)
+        for (long start = 0; start < s.area; start += LANES) sample_vector(s, crop, start, first, copy.data());
+    }
 }
 
 // --------------------------------------------------------------------------------------------------------- colors and blur
@@ -154,15 +168,8 @@ extern "C" {
 void views_sample(const Sampling* sampling) {
   const Sampling& s = *sampling;
   share_in_threads(s.images, s.threads, [&](long begin, long end, long) {
-    std::vector<float> copy((s.height + 2 * MARGIN) * (s.width + 2 * MARGIN) * CHANNELS);
-    for (long image = begin; image < end; image++)
-      for (long first = 0; first < s.channels; first += CHANNELS) {
-        interleave(s, image, first, copy.data());
-        for (long crop = image; crop < s.crops; crop += s.images)
-          for (long row = 0; row < s.rows; row++)
-            for (long column = 0; column < s.columns; column += LANES)
-              sample_vector(s, crop, row, column, first, copy.data());
-      }
+    if (s.channels < 3) sample_images<float>(s, begin, end);
+    else sample_images<Four>(s, begin, end);
   });
 }
 

@@ -22,8 +22,8 @@ class Sampling(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_long) for name in ("images", "channels", "height", "width")),
-        *((name, ctypes.c_long) for name in ("crops", "rows", "columns", "edge", "threads")),
-        *((name, ctypes.c_void_p) for name in ("pixels", "from_x", "from_y", "out")),
+        *((name, ctypes.c_long) for name in ("crops", "area", "edge", "threads")),
+        *((name, ctypes.c_void_p) for name in ("pixels", "grid", "out")),
     ]
 
 
@@ -32,14 +32,14 @@ def native_views() -> AbstractContextManager[None]:
     return nullcontext() if reason_against() or reason_against("views.cpp") else using(NATIVE)
 
 
-def sample(images: Tensor, from_x: Tensor, from_y: Tensor, padding: str) -> Tensor:
-    if not is_plain(images) or images.shape[1] < 3:  # PyTorch samples one or two channels as fast
-        return PYTORCH.sample(images, from_x, from_y, padding)
-    images, from_x, from_y = in_memory(images), in_memory(from_x), in_memory(from_y)
-    crops, columns, rows = *from_x.shape[1:], from_y.shape[2]
+def sample(images: Tensor, grid: Tensor, padding: str) -> Tensor:
+    if not is_plain(images):
+        return PYTORCH.sample(images, grid, padding)
+    images, grid = in_memory(images), in_memory(grid)
+    _, crops, rows, columns = grid.shape
     out = images.new_empty(crops, images.shape[1], rows, columns)
-    shape = (*images.shape, crops, rows, columns, padding == "border", threads(out.numel()))
-    library("views.cpp").views_sample(ctypes.byref(Sampling(*shape, *map(pointer, (images, from_x, from_y, out)))))
+    shape = (*images.shape, crops, rows * columns, padding == "border", threads(out.numel()))
+    library("views.cpp").views_sample(ctypes.byref(Sampling(*shape, *map(pointer, (images, grid, out)))))
     return out
 
 
