@@ -3,7 +3,7 @@
 `PYTORCH` does them everywhere. Inside `using(kernels)`, other code takes its place: `smallvit.native` has some for CPUs. It
 must compute the same up to rounding.
 
-Shapes: b images, c channels, h x w pixels.
+Shapes: b images, c channels.
 """
 
 from collections.abc import Callable, Iterator

@@ -40,12 +40,14 @@ struct Sampling {
 };
 
 // A pixel of the copy is a float, or four channels of an image side by side. `get` reads it from the image, where the other
-// channels are b, c and d floats behind the first one. `put` writes it to a crop, where each channel is `step` floats behind the
-// one before.
+// channels are b, c and d floats behind the first one. `put` writes it to a crop, where each channel is `step` floats behind
+// the one before.
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 static inline void get(float& pixel, const float* from, long, long, long) { pixel = *from; }
-static inline void get(Four& pixel, const float* from, long b, long c, long d) { pixel = (Four){*from, from[b], from[c], from[d]}; }
+static inline void get(Four& pixel, const float* from, long b, long c, long d) {
+  pixel = (Four){*from, from[b], from[c], from[d]};
+}
 
 static inline void put(float* to, long, long, float pixel) { *to = pixel; }
 static inline void put(float* to, long channels, long step, Four pixel) {
@@ -55,8 +57,8 @@ static inline void put(float* to, long channels, long step, Four pixel) {
   if (channels > 3) to[3 * step] = pixel[3];
 }
 
-// Sample a crop at the points start, start + 1, ...: one vector of them, or as many as there are. `copy` has the channels of the
-// image from `first` on.
+// Sample a crop at the points start, start + 1, ...: one vector of them, or as many as there are. `copy` has the channels of
+// the image from `first` on.
 template <class Pixel>
 static inline void sample_vector(const Sampling& s, long crop, long start, long first, const Pixel* copy) {
   const long stride = s.width + 2 * MARGIN, count = std::min((long)LANES, s.area - start);
@@ -92,7 +94,7 @@ static void sample_images(const Sampling& s, long begin, long end) {
   for (long image = begin; image < end; image++)
     for (long first = 0; first < s.channels; first += channels) {
       const float* from = s.pixels + (image * s.channels + first) * height * width;
-      auto place = [&](long c) { return std::min(c, s.channels - first - 1) * height * width; };  // the last channel is repeated
+      auto place = [&](long c) { return std::min(c, s.channels - first - 1) * height * width; };  // repeats the last channel
       const long b = place(1), c = place(2), d = place(3);
       for (long y = 0; y < height; y++) {
         Pixel* row = copy.data() + (y + MARGIN) * stride + MARGIN;
