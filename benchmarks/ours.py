@@ -118,7 +118,7 @@ def views(data: Dataset, crops: Sequence[Callable], batch: int, numerics: Numeri
     they are made as in training with it.
     """
     images = Batch(data.train.pixels(slice(batch)), data.train.targets(slice(batch)))
-    with making_views(numerics):
+    with making_views(numerics, "cpu"):
         made = apply(crops, images, torch.Generator().manual_seed(0)).views
     return [data.spec.normalize(views) for views in made]
 

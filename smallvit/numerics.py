@@ -197,11 +197,11 @@ def leave(module: "nn.Module", name: str, user: object):
         del VALUES[id(module), name]
 
 
-def making_views(numerics: Numerics) -> AbstractContextManager[None]:
-    """Context manager for making the batch of a training step. With the kernel "native", compiled code does the slow parts of
-    random transforms on a CPU: see `smallvit.augment.kernels`. Otherwise nothing changes.
+def making_views(numerics: Numerics, device: str) -> AbstractContextManager[None]:
+    """Context manager for making the batch of a training step on a `device`, such as "cpu". With the kernel "native", compiled
+    code does the slow parts of random transforms on a CPU: see `smallvit.augment.kernels`. Otherwise nothing changes.
     """
-    if numerics.kernel != "native":
+    if numerics.kernel != "native" or device != "cpu":
         return nullcontext()
     from smallvit.native import native_views
 

@@ -62,7 +62,7 @@ def draw_batch(members: Sequence["Training"], source: Source, pool: Source | Non
     indices = [batch_index(len(part), run.batch, step, seed) for part, seed in zip(source.parts, seeds)]
     batch = source.take(indices)
     batch = batch._replace(targets=first.label_mask * batch.targets)
-    with making_views(first.numerics):
+    with making_views(first.numerics, first.device.type):
         batch = apply(run.augment, batch, generators(stream(seed, "augment", step) for seed in seeds))
         if pool is not None:
             batch = batch._replace(views=unlabelled_views(members, pool))
