@@ -181,7 +181,7 @@ def test_five_pairs_give_no_verdict_and_say_how_many_would():
 @pytest.mark.parametrize("seeds, factor", [(3, "2.4"), (4, "1.5"), (6, "")])
 def test_few_seeds_have_a_remark_about_their_wide_intervals(seeds, factor):
     page = markdown(records({"scratch": 0, "+A": 0.05}, seeds=seeds, noise=0.01), **PAGE)
-    assert (f"With {seeds} seeds, an interval is wide" in page) is bool(factor)
+    assert (f"Comparisons with {seeds} seeds have wide intervals" in page) is bool(factor)
     assert f"narrower by a factor of {factor}." in page or not factor
 
 

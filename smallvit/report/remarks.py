@@ -103,8 +103,9 @@ def limits(comparison: Comparison) -> list[str]:
     if few < MIN_PAIRS:
         wide, narrow = (critical_t(LEVEL, n - 1) / math.sqrt(n) for n in (few, MIN_PAIRS))
         out.append(
-            f"With {few} seeds, an interval is wide because they say little about how much seeds differ. With {MIN_PAIRS} "
-            f"seeds that differ as much, the interval over seeds would be narrower by a factor of {wide / narrow:.1f}."
+            f"Comparisons with {few} seeds have wide intervals: so few say little about how much seeds differ. "
+            f"With {MIN_PAIRS} seeds that differ as much, the interval over seeds would be narrower by a factor of "
+            f"{wide / narrow:.1f}."
         )
     if any(d.bound and not d.renewable for _, d in differences):
         out.append(
