@@ -203,7 +203,8 @@ def check_augmentation(name: str, transform: Callable[[Tensor], Tensor], images:
 def views(batch: int = 64, given: dict = {}) -> Iterator[Task]:  # noqa: B006
     """The views of images for DINO, from bytes to normalized pixels."""
     numerics = Numerics(kernel=given.get("kernel"))
-    label = "native views" if numerics.kernel == "native" and not reason_against() else None
+    can = not (reason_against() or reason_against("views.cpp"))
+    label = "native views" if numerics.kernel == "native" and can else None
     for name, data, crops in view_settings():
         ours_views, their_views = partial(ours.views, data, crops, batch, numerics), peers.views(data, crops, batch)
         check_views(ours_views(), their_views())

@@ -102,7 +102,8 @@ def joined(words: list[str]) -> list[str]:
     for word in rest:
         name, equals, value = word.partition("=")
         is_value = name == "--sbatch" and (equals or (value := next(rest, None)) is not None)
-        (values if is_value else found).append(value if is_value else " " * (arms > 0 and word[:2] != "--") + word)
+        is_arm = arms > 0 and (word[:2] != "--" or word not in HELP)
+        (values if is_value else found).append(value if is_value else " " * is_arm + word)
         arms = ARMS.get(word, arms - 1)
     return found + [f"--sbatch={' '.join(values)}"] * bool(values)
 
@@ -258,7 +259,7 @@ HELP = {  # of an option in all commands, or of "COMMAND OPTION"
     "--channels": "channels of the image (default: those of the model)",
 }
 ARMS = {"--arm": 1, "--predictions": 1, "--mistakes": 1, "--disagreements": 2}  # options, and how many names of arms follow
-TABLE = {"nargs": "?", "const": "", "metavar": "FILE"}
+ARM = {"type": lambda text: text.removeprefix(" "), "metavar": "ARM"}  # the space is that of `joined`
 NUMBER = {"type": whole_number, "metavar": "N"}
 SETTINGS = {  # how an option is parsed; an option that is not listed takes one text
     "--out": {"default": "runs"},
@@ -278,10 +279,8 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--numerics": {"nargs": "+", "default": [], "metavar": "OPTION"},
     "--only": {"nargs": "+", "action": "extend", "default": [], "metavar": "FILTER"},
     "--max-seeds": NUMBER,
-    "--csv": TABLE,
-    "--latex": TABLE,
-    **{option: {"type": str.lstrip, "metavar": "ARM"} for option in ARMS},
-    "--disagreements": {"nargs": 2, "type": str.lstrip, "metavar": "ARM"},
+    **{table: {"nargs": "?", "const": "", "metavar": "FILE"} for table in ("--csv", "--latex")},
+    **{option: {"nargs": 2} | ARM if count == 2 else ARM for option, count in ARMS.items()},
     "--seeds": NUMBER | {"default": 1},
     "images": {"nargs": "+"},
     "-o": {"dest": "output", "metavar": "FILE.csv"},

@@ -353,7 +353,9 @@ def takes_three(component: Callable) -> bool:
         inspect.signature(component).bind_partial(None, None, None)
     except TypeError:
         return False
-    return len(arguments(component).keys() - options(component).keys()) <= 3
+    parameters = inspect.signature(component).parameters.values()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.default is p.empty and p.kind in by_position for p in parameters) <= 3
 
 
 def options(component: Callable) -> dict[str, inspect.Parameter]:

@@ -513,7 +513,7 @@ def code() -> dict:
     """
     root = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(path for suffix in ("py", "cpp", "h") for path in root.rglob(f"*.{suffix}")):
         if "recipes" not in path.relative_to(root).parts:
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
 
@@ -570,6 +570,14 @@ def condition_text(labels: int | None, length: int | None, tuned: bool) -> str:
     """
     steps = "" if length is None else f", {length:,} steps"
     return format_labels(labels) + steps + ", tuned" * tuned
+
+
+def short_name(processor: str | None, others: Sequence[str | None]) -> str | None:
+    """Return the name of a processor as `cpu` gives it, but without its family and model if one of `others` has this name
+    without them, as in records before version 0.3.0.
+    """
+    name = (processor or "").rpartition(" (family ")[0]
+    return name if name in others else processor
 
 
 @functools.cache

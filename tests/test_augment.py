@@ -6,6 +6,7 @@ from importlib import import_module
 from math import exp, pi
 from pkgutil import iter_modules
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -699,3 +700,29 @@ def test_gradients_can_use_everything_that_a_transform_adds_to_the_batch():
     )
     ((weight * batch.draws[0]).sum() + (weight[:, None] * batch.teacher_logits[0]).sum()).backward()
     assert torch.allclose(weight.grad, batch.draws[0] + 2)
+
+
+def test_transforms_of_your_own_may_have_any_fields():
+    from smallvit.augment.batch import Transform, check_range
+
+    class Pair(tuple):
+        low, high = property(lambda self: self[0]), property(lambda self: self[1])
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(Transform):
+        amount: float = 0.5
+        limits: Pair = (0, 1)
+        table: list = dataclasses.field(init=False)
+
+        def __post_init__(self):
+            check_range(self, amount=(0, 1))
+            object.__setattr__(self, "table", [self.limits.low, self.limits.high])
+
+    class Plain:
+        amount = 0.5
+
+    own = Own(amount=np.float32(0.25), limits=Pair((np.float32(0), np.float32(1))))
+    assert type(own.amount) is float and own.amount == 0.25 and own.table == [0, 1]
+    check_range(Plain(), amount=(0, 1))
+    with pytest.raises(ValueError, match=r"Own\(amount=2\): expected a number from 0 to 1"):
+        Own(amount=np.int64(2))

@@ -584,6 +584,8 @@ def test_arms_whose_names_begin_with_a_minus_are_no_options(workdir, capsys):
     words = ["report", "mine.py", "--disagreements", "scratch", "-LSA", "--predictions", "-o", "--mistakes", "-EMA", "--csv"]
     options = parser().parse_args(joined(words))
     assert (options.disagreements, options.predictions, options.mistakes) == (["scratch", "-LSA"], "-o", "-EMA")
+    options = parser().parse_args(joined(["report", "mine.py", "--disagreements", "--EMA", " x", "--mistakes=-EMA"]))
+    assert (options.disagreements, options.mistakes) == (["--EMA", " x"], "-EMA")
     write_recipe(RECIPE.replace(LSA, LSA.replace("+LSA", "-LSA")))
     assert main(["summary", "mine.py", "--arm", "-LSA"]) == 0
     with pytest.raises(SystemExit):

@@ -275,6 +275,77 @@ def test_images_with_a_gradient_are_left_to_pytorch(calls):
     assert gradient.abs().sum() > 1 and not calls
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of PyTorch, about its own speed and future
+def test_transforms_of_pytorch_and_tools_that_watch_it_see_its_operations(calls):
+    jitter, images = Jitter(contrast=0.4, hue=0.1), rand(2, 3, 3, 4, 4)
+    random = jitter.draw(images[0].shape, seeded())
+
+    def change(images):
+        return jitter.change(batch_of(images), random).images
+
+    expected = torch.stack([change(each) for each in images])
+    with native_views():
+        assert torch.equal(torch.vmap(change)(images), expected)
+        close(torch.func.functionalize(change)(images[0]), expected[0])
+        assert torch.func.jvp(change, (images[0],), (images[0],))[1].abs().sum() > 1
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(images[0], images[0])
+            assert torch.autograd.forward_ad.unpack_dual(change(dual)).tangent is not None
+    assert not calls
+
+
+def test_small_crops_of_large_images_are_left_to_pytorch(calls):
+    with native_views():
+        Warp(crop=(0.01, 0.02), size=8)(batch_of(rand(2, 3, 64, 64)), seeded())
+        assert not calls
+        Warp(crop=(0.01, 0.02), size=64)(batch_of(rand(2, 3, 64, 64)), seeded())
+    assert calls == ["views.cpp"]
+
+
+def test_images_that_are_changed_in_place_cannot_be_used_in_a_backward_pass():
+    for transform in (Gray(probability=1.0), Blur(probability=1.0)):
+        images = rand(2, 3, 6, 6)
+        weight = torch.ones(1, requires_grad=True)
+        product = images * weight
+        with native_views():
+            transform.change(batch_of(images), transform.draw(images.shape, seeded()))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+def test_no_images_and_other_types_are_as_in_pytorch():
+    empty, none = rand(0, 3, 5, 5), torch.zeros(0, dtype=torch.int64)
+    images, index, sigma = rand(2, 3, 5, 5), torch.tensor([1], dtype=torch.int32), torch.tensor([0.7], dtype=torch.float64)
+    expected = [images.clone(), images.clone()]
+    PYTORCH.gray(expected[0], index.long())
+    PYTORCH.blur(expected[1], index.long(), sigma.float())
+    with native_views():
+        kernels = KERNELS.get()
+        kernels.gray(empty, none)
+        kernels.blur(empty, none, sigma[:0])
+        assert kernels.recolor(empty, rand(0, 3, 3), rand(0, 1, 1)).shape == empty.shape
+        for change, options, wanted in ((kernels.gray, (), expected[0]), (kernels.blur, (sigma,), expected[1])):
+            changed = images.clone()
+            change(changed, index, *options)
+            close(changed, wanted)
+
+
+def test_a_note_says_if_only_the_code_for_views_cannot_be_compiled(monkeypatch, capsys):
+    usual = native.views.reason_against
+    monkeypatch.setattr(native.views, "reason_against", lambda *source: "no space" if source else usual())
+    native.views.note.cache_clear()
+    with native_views():
+        assert KERNELS.get() is PYTORCH
+    assert capsys.readouterr().err == "note: the native kernel cannot make views: no space; PyTorch makes them\n"
+    native.views.note.cache_clear()
+
+
+def test_nothing_is_compiled_for_a_run_without_transforms(photos, monkeypatch):
+    monkeypatch.setattr("smallvit.train.batches.making_views", None)  # a call would be an error
+    (training,) = trainings(RUN.vary(augment=()), photos(), NATIVE, [0])
+    assert len(training.next_batch().images) == RUN.batch
+
+
 def test_other_threads_and_code_after_an_error_do_not_use_the_kernel():
     seen = []
     with pytest.raises(KeyboardInterrupt), native_views():

@@ -316,6 +316,9 @@ def test_model_with_four_required_arguments_is_refused(model, tmp_path):
     (tmp_path / "own.py").write_text(RECIPE + four.replace("width)", "*, width)"))
     with pytest.raises(ValueError, match="model has no 'width'") if model == "four" else nullcontext():
         load_recipe(tmp_path / "own.py")
+    (tmp_path / "own.py").write_text(RECIPE + four.replace("width)", "width, /)").replace("width=3", ""))
+    with pytest.raises(ValueError, match="four cannot be called as a model"):
+        load_recipe(tmp_path / "own.py")
 
 
 def test_wrong_preprocessing_in_a_record_is_no_problem_of_the_code_of_the_recipe(arms, tmp_path):

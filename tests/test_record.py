@@ -421,7 +421,8 @@ def test_code_hash_does_not_depend_on_the_folder_or_on_compiled_files(package):
 
 @pytest.mark.slow
 def test_code_hash_changes_with_every_file_and_its_name(package):
-    paths = sorted(package.rglob("*.py"))
+    paths = sorted(path for suffix in ("py", "cpp", "h") for path in package.rglob(f"*.{suffix}"))
+    assert {"blocks.cpp", "views.cpp", "shared.h"} <= {path.name for path in paths}
     assert len(paths) >= 30
     found = {code_hash(package)}
     for path in paths:

@@ -199,7 +199,8 @@ def test_a_run_that_starts_from_another_one_starts_elsewhere_on_another_machine(
 
 def test_earlier_runs_that_were_trained_in_other_stacks_round_differently():
     def needing(stacked: int | None, record: Record) -> Record:
-        return replace(record, pretraining={"steps": 10, "runs": {"p": {"steps": 10, "stacked": stacked}, "q": {"steps": 0}}})
+        runs = {"p": {"steps": 10, "stacked": stacked}, "q": {"steps": 0, "stacked": None}}
+        return replace(record, pretraining={"steps": 10, "runs": runs})
 
     old = [needing(4, record) for record in records(SCORES)]
     new = replace(old[0], weights_sha256="other")
@@ -208,6 +209,17 @@ def test_earlier_runs_that_were_trained_in_other_stacks_round_differently():
     text, agree = compare(needing(None, new), old)
     assert agree and "stack size of earlier runs [4, 1] -> [1, 1]" in text
     assert not compare(needing(None, new), [needing(None, record) for record in old])[1]
+    before = [replace(record, pretraining={"steps": 10, "runs": {"p": {"steps": 10}}}) for record in old]
+    text, agree = compare(new, before)
+    assert agree and "does not say in how large stacks earlier runs were trained" in text and "->" not in text
+
+
+def test_a_record_without_the_family_of_its_processor_may_be_from_another_one():
+    old = records(SCORES, cpu="AMD EPYC")
+    text, agree = compare(replace(old[0], cpu="AMD EPYC (family 26, model 2)", weights_sha256="other"), old)
+    assert agree and "because of: the record does not name the family and model of its processor)" in text
+    text, agree = compare(replace(old[0], cpu="AMD Ryzen (family 26, model 2)", weights_sha256="other"), old)
+    assert agree and "processor AMD EPYC -> AMD Ryzen (family 26, model 2)" in text
 
 
 # The score on another machine

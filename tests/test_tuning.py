@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from toys import TINY_VIT
 
+import smallvit
 from smallvit import MAE, ArmRun, Block, LocalityAttention, Run, ablate, carry_over, digits, fit, imagenet_vit_s, knn
 from smallvit.__main__ import main
 from smallvit.commands.tune import keep_trials, plan, table
@@ -861,6 +862,9 @@ def test_report_of_settings_that_were_chosen_with_other_ranges_has_a_warning(tmp
         assert main(["report", str(path)]) == 0
         captured = capsys.readouterr()
         assert (f"warning: the tuned settings in {text}" in captured.err) is changed and "50 labels, tuned" in captured.out
+    assert main(["status", str(path)]) == 1  # the runs are only in the committed records
+    pytest.importorskip("pandas")
+    assert smallvit.records(path)["tuned"].any()
     assert main(["report", str(path), "--publish"]) == main(["run", str(path)]) == 2
     assert "other options of Tune than the recipe has now; run smallvit tune" in capsys.readouterr().err
 

@@ -1,7 +1,6 @@
 """The batch that every transform takes and returns, and the checks of the transforms' options."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -178,15 +177,17 @@ def python_number(value: Any) -> Any:
     """Return a NumPy number as a Python number, which a record can hold, also inside a tuple. Other values are returned as they
     are.
     """
-    if isinstance(value, tuple):
+    if type(value) is tuple and any(python_number(item) is not item for item in value):
         return tuple(map(python_number, value))
     return value.tolist() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
 def use_python_numbers(transform: Any):
-    """Replace NumPy numbers in the options of a transform, a dataclass, by Python numbers."""
-    for field in fields(transform):
-        object.__setattr__(transform, field.name, python_number(getattr(transform, field.name)))
+    """Replace NumPy numbers in the options of a transform by Python numbers, if it is a dataclass."""
+    for name in getattr(transform, "__dataclass_fields__", ()):
+        value = getattr(transform, name, None)
+        if (number := python_number(value)) is not value:
+            object.__setattr__(transform, name, number)
 
 
 def check_range(transform: Any, **ranges: tuple[float, float]) -> None:

@@ -79,7 +79,7 @@ def find_folders(options: argparse.Namespace) -> list[str]:
             raise ValueError(f"{name} has no finished run of seed {options.seed}; it has the seeds {existing}")
         return found
     if not arm:
-        known = able_arms(load_recipe(find_recipe(recipe)).RUNS)
+        known = able_arms(load_recipe(find_recipe(recipe), old_options=True).RUNS)
         raise ValueError(f"{recipe} is a recipe; add the arm whose model is to be used: {', '.join(quoted(recipe, known))}")
     return arm_folders(recipe, arm, options)
 
@@ -133,7 +133,7 @@ def with_words(name: str, words: Sequence[str]) -> str:
     if not colon or not is_recipe(recipe):
         return ""
     try:
-        arms = {entry.arm for entry in load_recipe(find_recipe(recipe)).RUNS}
+        arms = {entry.arm for entry in load_recipe(find_recipe(recipe), old_options=True).RUNS}
     except ValueError:
         return ""
     texts = (" ".join([arm, *words[: count + 1]]) for count in range(len(words)))
@@ -149,7 +149,7 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
     no run has finished, and for several conditions, such as numbers of labels.
     """
     path, out = find_recipe(recipe), Path(options.out)
-    declared = load_recipe(path).RUNS
+    declared = load_recipe(path, old_options=True).RUNS
     able = able_arms(declared)
     runs = with_looks(declared, known_looks(declared, out, path.stem))
     filters = [f"arm={arm}", *options.only, *([f"labels={options.labels}"] if options.labels is not None else [])]

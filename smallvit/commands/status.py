@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> int:
     is printed when something has changed.
     """
     path = find_recipe(options.recipe)
-    runs, out = scaled(load_recipe(path).RUNS, options)
+    runs, out = scaled(load_recipe(path, old_options=True).RUNS, options)
     runs = with_looks(runs, known_looks(runs, out, path.stem))
     if not (place := Path(out, path.stem)).is_dir():
         print(f"note: there is no folder {place.absolute()}; if the runs are elsewhere, name it with --out", file=sys.stderr)

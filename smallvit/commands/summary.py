@@ -16,7 +16,7 @@ def main(options: argparse.Namespace) -> int:
     except ValueError as error:
         model, image = timm_model(options, error)
     else:
-        entry = only(load_recipe(path).RUNS, [f"arm={options.arm}"] if options.arm else [])[0]
+        entry = only(load_recipe(path, old_options=True).RUNS, [f"arm={options.arm}"] if options.arm else [])[0]
         spec = entry.run.data().spec
         size = spec.size if options.image is None else (options.image, options.image)
         image = (options.channels or spec.channels, *size)

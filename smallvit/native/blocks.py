@@ -1,9 +1,8 @@
 """The blocks of a model that the kernel computes in the place of PyTorch, and the calls that it leaves to PyTorch."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -11,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch.jit._trace import is_tracing
-from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
 from smallvit.attention import logit_bias, mask_diagonal, mean_over_queries
 from smallvit.attention import weights as attention_map
@@ -21,8 +18,8 @@ from smallvit.reduction.context import reduce_tokens, runs_before_attention
 from smallvit.vit import Block, Blocks, one_after_another
 
 from .branches import ATTENTION, MOST_PROBLEMS, NativeBranches, plain_attention
-from .checks import Structure, has_function_mode, is_as_made, needs_of, reason_against_block
-from .compiler import library, reason_against
+from .checks import Structure, is_as_made, is_watched, needs_of, reason_against_block
+from .compiler import library, note, reason_against
 from .memory import POOL
 from .merging import NativeMerge, merge_tokens
 
@@ -67,12 +64,6 @@ def call_parts(parts: Sequence[Any], blocks: Any, members: list[nn.Module], *inp
 def is_native_call(called: Any) -> bool:
     """Return whether what is called in place of a module is what `native_blocks` returned."""
     return getattr(called, "func", None) is call_parts
-
-
-@cache
-def note(text: str):
-    """Print a note on the error stream, once in a process."""
-    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 class NativeBlocks:
@@ -152,7 +143,7 @@ class NativeBlocks:
         images at all, a mask for blocks that reduce tokens, merging with stochastic depth, transforms of PyTorch other than one
         `torch.vmap`, and tools of PyTorch that watch each operation or record a graph.
         """
-        if torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None or has_function_mode():
+        if is_watched():
             return "PyTorch records or watches its operations"
         if type(x) is not Tensor or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
             return "the tokens are not 32-bit floats on the CPU"

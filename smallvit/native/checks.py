@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit._trace import is_tracing
 from torch.nn.modules import module as torch_modules
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
 from smallvit.vit import Block, DropPath, GatedUnit, LayerScale
 
@@ -113,6 +115,11 @@ def is_option(name: str) -> bool:
 def has_function_mode() -> bool:
     """Return whether a tool of PyTorch, a `TorchFunctionMode`, watches each function. A default device is no such tool."""
     return torch._C._len_torch_function_stack() > 0 and any(type(mode) is not DeviceContext for mode in function_modes())
+
+
+def is_watched() -> bool:
+    """Return whether PyTorch compiles or traces code, or a tool of PyTorch watches each of its operations or functions."""
+    return torch.compiler.is_compiling() or is_tracing() or dispatch_mode() is not None or has_function_mode()
 
 
 def is_as_made(module: Any, kind: type) -> bool:

@@ -8,6 +8,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -134,10 +135,18 @@ def has_tiles() -> bool:
 
 
 @functools.cache
-def reason_against(source: str = "blocks.cpp") -> str | None:
-    """Return why the kernel cannot be used on this machine, or None if it can. `source` is the name of its file."""
+def note(text: str):
+    """Print a note on the error stream, once in a process."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def reason_against(*source: str) -> str | None:
+    """Return why the kernel cannot be used on this machine, or None if it can. `source` is the name of another file than
+    blocks.cpp.
+    """
     try:
-        library(source)
+        library(*source)
     except NotAvailable as error:
         return str(error)
     return None

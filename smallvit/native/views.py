@@ -1,19 +1,23 @@
 """The computations of `smallvit.augment.kernels` by the compiled code of `views.cpp`, on a CPU."""
 
 import ctypes
+import math
 from contextlib import AbstractContextManager, nullcontext
-from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.graph import increment_version
 
 from smallvit.augment.color import GRAY
 from smallvit.augment.kernels import PYTORCH, Kernels, using
 
-from .compiler import library, reason_against
+from .checks import is_watched
+from .compiler import library, note, reason_against
 from .memory import in_memory, pointer
 
+PIXELS_PER_POINT = 8  # with more pixels of the images for each point of the crops, PyTorch is faster: it does not copy images
 VALUES_PER_THREAD = 100_000  # a further thread computes pixels only if there are so many more values; starting it takes time
 
 
@@ -28,12 +32,20 @@ class Sampling(ctypes.Structure):
 
 
 def native_views() -> AbstractContextManager[None]:
-    """Context manager inside which compiled code makes views on a CPU. Nothing changes if there is none on this machine."""
-    return nullcontext() if reason_against() or reason_against("views.cpp") else using(NATIVE)
+    """Context manager inside which compiled code makes views on a CPU. Nothing changes if there is none on this machine; a note
+    on the error stream says so if there is compiled code for blocks only.
+    """
+    if reason_against():
+        return nullcontext()
+    if reason := reason_against("views.cpp"):
+        note(f"the native kernel cannot make views: {reason}; PyTorch makes them")
+        return nullcontext()
+    return using(NATIVE)
 
 
 def sample(images: Tensor, grid: Tensor, padding: str) -> Tensor:
-    if not is_plain(images):
+    small = grid[0].numel() * PIXELS_PER_POINT < images[:, :1].numel()  # the crops are much smaller than the images
+    if small or not is_plain(images, grid):
         return PYTORCH.sample(images, grid, padding)
     images, grid = in_memory(images), in_memory(grid)
     _, crops, rows, columns = grid.shape
@@ -44,7 +56,7 @@ def sample(images: Tensor, grid: Tensor, padding: str) -> Tensor:
 
 
 def recolor(images: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
-    if not is_plain(images):
+    if not is_plain(images, matrix, offset):
         return PYTORCH.recolor(images, matrix, offset)
     images, matrix, offset = in_memory(images), in_memory(matrix), in_memory(offset)
     out = torch.empty_like(images)
@@ -55,7 +67,8 @@ def recolor(images: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
 def gray(images: Tensor, index: Tensor):
     if not is_plain(images) or not images.is_contiguous():
         return PYTORCH.gray(images, index)
-    call_recolor(images, images, index, len(index), GRAY.contiguous(), 0, None, -inf, inf)
+    call_recolor(images, images, index.long(), len(index), GRAY.contiguous(), 0, None, -math.inf, math.inf)
+    count_change(images)
 
 
 def call_recolor(
@@ -63,7 +76,7 @@ def call_recolor(
     high: float,
 ):  # fmt: skip
     """Call the function `views_recolor` of views.cpp."""
-    pixels, long, number = images[0, 0].numel(), ctypes.c_long, ctypes.c_float
+    pixels, long, number = math.prod(images.shape[2:]), ctypes.c_long, ctypes.c_float
     tensors = map(pointer, (images, out, index))
     sizes = (long(count), long(pixels), pointer(matrix), long(step), pointer(offset), number(low), number(high))
     library("views.cpp").views_recolor(*tensors, *sizes, long(threads(3 * count * pixels)))
@@ -72,15 +85,32 @@ def call_recolor(
 def blur(images: Tensor, index: Tensor, sigma: Tensor):
     if not is_plain(images) or not images.is_contiguous():
         return PYTORCH.blur(images, index, sigma)
-    sigma = sigma.clamp(min=1e-3)
-    sizes = (len(index), *images.shape[1:], threads(len(index) * images[0].numel()))
+    index, sigma = index.long(), sigma.float().clamp(min=1e-3)
+    sizes = (len(index), *images.shape[1:], threads(len(index) * math.prod(images.shape[1:])))
     library("views.cpp").views_blur(*map(pointer, (images, index, sigma)), *map(ctypes.c_long, sizes))
+    count_change(images)
 
 
-def is_plain(images: Any) -> bool:
-    """Return whether compiled code can read these images: float32 numbers on a CPU that need no gradient."""
-    differentiable = images.requires_grad and torch.is_grad_enabled()
-    return type(images) is Tensor and images.device.type == "cpu" and images.dtype == torch.float32 and not differentiable
+def is_plain(*tensors: Tensor) -> bool:
+    """Return whether compiled code can read these tensors: float32 numbers on a CPU that need no gradient, while nothing in
+    PyTorch transforms, records or watches operations.
+    """
+    if is_watched() or peek_interpreter_stack() is not None:
+        return False
+    return all(
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and unpack_dual(tensor).tangent is None
+        for tensor in tensors
+    )
+
+
+def count_change(images: Tensor):
+    """Tell PyTorch that images were changed in place, so that a backward pass that needs the old ones is an error."""
+    if not images.is_inference():
+        increment_version(images)
 
 
 def threads(values: int) -> int:

@@ -63,7 +63,7 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
     before, now = [(record, "committed") for record in committed(path)], [(record, "runs") for record in stored]
     if note:
         warnings.warn(note, stacklevel=2)
-    runs = load_recipe(path).RUNS
+    runs = load_recipe(path, old_options=True).RUNS
     seeds = {record.seed for record, _ in before + now}
     current, entries = fingerprints(runs, seeds), by_settings(runs, seeds)
     # a later row replaces an earlier one: a stored run replaces a committed record only if it is a run of the present recipe

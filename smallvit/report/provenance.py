@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from smallvit.components import describe_value
-from smallvit.record import Record
+from smallvit.record import Record, short_name
 from smallvit.words import how_many, join_names
 
 from .alarms import (
@@ -33,9 +33,11 @@ def warnings(records: Sequence[Record], trials: Mapping[str, int] | None = None)
     """
     facts: dict[str, dict[str, dict[str, dict]]] = {}
     labels_of: dict[str, dict] = {}
+    processors = list(dict.fromkeys(r.cpu for r in records))
     for r in records:
         labels_of.setdefault(r.arm, {})[r.labels] = None
-        conditions = {name: getattr(r, name) for name in ("cpu", *MACHINE)} | {"code": (r.code or {}).get("sha256")}
+        conditions = {"cpu": short_name(r.cpu, processors)} | {name: getattr(r, name) for name in MACHINE}
+        conditions["code"] = (r.code or {}).get("sha256")
         if data := r.run.get("data"):
             conditions[f"content of {describe_value(data)}"] = r.data_sha256
         conditions |= {f"{name} version": version for name, version in (r.versions or {}).items()}

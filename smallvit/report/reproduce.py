@@ -22,7 +22,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from smallvit.record import Record
+from smallvit.record import Record, short_name
 from smallvit.verdicts.comparison import condition_of
 from smallvit.verdicts.score import Score, score_named
 from smallvit.words import how_many
@@ -135,7 +135,10 @@ def excuses(old: Record) -> list[str]:
     run).
     """
     found = [] if old.weights_sha256 else ["the record has no hash of its weights"]
-    largest = max([old.stacked or 1, *stacks_of_earlier(old)])
+    stacks = stacks_of_earlier(old)
+    if stacks is None:
+        found.append("the record does not say in how large stacks earlier runs were trained")
+    largest = max([old.stacked or 1, *(stacks or [])])
     return found + [f"the place of a run in its stack of {largest} changes its rounding"] * (largest > 1)
 
 
@@ -242,26 +245,32 @@ def machine_changes(old: Record, new: Record) -> list[str]:
     of torch and so on. If the list is empty, the rounding should be the same. `old` and `new` are their records (results of a
     run).
     """
-    changes = [
-        f"{words} {getattr(old, name)} -> {getattr(new, name)}"
+    fields = {
+        name: f"{words} {getattr(old, name)} -> {getattr(new, name)}"
         for name, words in MACHINE.items()
         if getattr(old, name) != getattr(new, name)
-    ]
+    }
+    if "cpu" in fields and short_name(new.cpu, [old.cpu]) == old.cpu:
+        fields["cpu"] = "the record does not name the family and model of its processor"
+    changes = list(fields.values())
     before, now = [(record.trace or {}).get("instructions") for record in (old, new)]
     if before and now and before != now:  # processors of one name may have different ones
         changes.append(f"instruction set {before} -> {now}")
     before, now = stacks_of_earlier(old), stacks_of_earlier(new)
-    if before != now:
+    if before != now and None not in (before, now):
         changes.append(f"stack size of earlier runs {before} -> {now}")
     return changes + version_changes(old, new, ["torch"])
 
 
-def stacks_of_earlier(record: Record) -> list[int]:
+def stacks_of_earlier(record: Record) -> list[int] | None:
     """Return how many runs were trained together as one model in each of the earlier runs that a run needed, such as
-    pretraining, in a fixed order; 1 for a run that was trained alone. `record` holds the results of the run.
+    pretraining, in a fixed order; 1 for a run that was trained alone. The result is None if the record does not say this, as
+    before version 0.3.0. `record` holds the results of the run.
     """
     runs = (record.pretraining or {}).get("runs") or {}
-    return [runs[name].get("stacked") or 1 for name in sorted(runs)]
+    if record.pretraining and not (runs and all("stacked" in costs for costs in runs.values())):
+        return None
+    return [runs[name]["stacked"] or 1 for name in sorted(runs)]
 
 
 def version_changes(old: Record, new: Record, names: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ on a GPU.
 
 import functools
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,7 +63,7 @@ def draw_batch(members: Sequence["Training"], source: Source, pool: Source | Non
     indices = [batch_index(len(part), run.batch, step, seed) for part, seed in zip(source.parts, seeds)]
     batch = source.take(indices)
     batch = batch._replace(targets=first.label_mask * batch.targets)
-    with making_views(first.numerics, first.device.type):
+    with making_views(first.numerics, first.device.type) if run.augment or pool is not None else nullcontext():
         batch = apply(run.augment, batch, generators(stream(seed, "augment", step) for seed in seeds))
         if pool is not None:
             batch = batch._replace(views=unlabelled_views(members, pool))
