@@ -416,7 +416,7 @@ BEST = {
     (10, False): ("few_and_many", "CCT tokenizer", "tokenizer of CCT, deformations"),
     (10, True): ("records_unlabelled", "small ViT", "DINO, label spreading, then a new ViT"),
     (100, False): ("records", "small ViT", "tokenizer of CCT, Muon, deformations, 9,600 steps"),
-    (100, True): ("records_unlabelled", "small ViT", "DINO, label spreading, then a new ViT"),
+    (100, True): ("records_unlabelled", "DINO with 49 tokens", "DINO with 49 tokens, label spreading, then a new ViT"),
     (1_000, False): ("records", "small ViT", "tokenizer of CCT, Muon, deformations, 9,600 steps"),
     (10_000, False): ("records", "small ViT", "tokenizer of CCT, Muon, deformations, 9,600 steps"),
 }
