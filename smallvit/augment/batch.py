@@ -177,9 +177,10 @@ def python_number(value: Any) -> Any:
     """Return a NumPy number as a Python number, which a record can hold, also inside a tuple. Other values are returned as they
     are.
     """
-    if type(value) is tuple and any(python_number(item) is not item for item in value):
+    kind = type(value)
+    if kind is tuple and any(python_number(item) is not item for item in value):
         return tuple(map(python_number, value))
-    return value.tolist() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+    return value.tolist() if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
 def use_python_numbers(transform: Any):

@@ -138,7 +138,7 @@ def excuses(old: Record) -> list[str]:
     stacks = stacks_of_earlier(old)
     if stacks is None:
         found.append("the record does not say in how large stacks earlier runs were trained")
-    largest = max([old.stacked or 1, *(stacks or [])])
+    largest = max(old.stacked or 1, *(stacks or [1]))
     return found + [f"the place of a run in its stack of {largest} changes its rounding"] * (largest > 1)
 
 
