@@ -47,7 +47,8 @@ Limits    The three stages were chosen among seven trials at 100 labels on 5,000
           the trials; longer training was not tried. The unlabelled digits are of the same kind as the labelled ones, with
           nearly equal numbers of each class. The goals come from results of other methods, with other draws of labelled digits;
           that for 100 labels is not above all of them: a GAN reached about 99.2% (Dai et al. 2017, arXiv:1705.09783). There are
-          8 seeds. The two arms were trained by different versions of smallvit, perhaps on different processors.
+          8 seeds. The two arms were trained by different versions of smallvit, perhaps on different processors, so they are not
+          compared, and there is no verdict.
 """
 
 from collections.abc import Callable
