@@ -350,12 +350,12 @@ def takes_three(component: Callable) -> bool:
     default that are not keyword-only.
     """
     try:
-        inspect.signature(component).bind_partial(None, None, None)
+        signature = inspect.signature(component)
+        signature.bind_partial(None, None, None)
     except TypeError:
         return False
-    parameters = inspect.signature(component).parameters.values()
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.default is p.empty and p.kind in by_position for p in parameters) <= 3
+    return sum(p.default is p.empty and p.kind in by_position for p in signature.parameters.values()) <= 3
 
 
 def options(component: Callable) -> dict[str, inspect.Parameter]:

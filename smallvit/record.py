@@ -18,7 +18,7 @@ import re
 import subprocess
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -572,7 +572,7 @@ def condition_text(labels: int | None, length: int | None, tuned: bool) -> str:
     return format_labels(labels) + steps + ", tuned" * tuned
 
 
-def short_name(processor: str | None, others: Sequence[str | None]) -> str | None:
+def short_name(processor: str | None, others: Collection[str | None]) -> str | None:
     """Return the name of a processor as `cpu` gives it, but without its family and model if one of `others` has this name
     without them, as in records before version 0.3.0.
     """

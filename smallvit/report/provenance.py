@@ -33,7 +33,7 @@ def warnings(records: Sequence[Record], trials: Mapping[str, int] | None = None)
     """
     facts: dict[str, dict[str, dict[str, dict]]] = {}
     labels_of: dict[str, dict] = {}
-    processors = list(dict.fromkeys(r.cpu for r in records))
+    processors = {r.cpu for r in records}
     for r in records:
         labels_of.setdefault(r.arm, {})[r.labels] = None
         conditions = {"cpu": short_name(r.cpu, processors)} | {name: getattr(r, name) for name in MACHINE}
