@@ -120,6 +120,15 @@ def test_the_example_of_the_documentation_is_an_evaluator(vit, splits):
     assert not declaration(namespace["feature_size"]).judges
 
 
+METRICS = (evaluate.balanced_accuracy, evaluate.macro_f1, evaluate.auc, evaluate.log_loss, evaluate.calibration)
+
+
+@pytest.mark.parametrize("evaluator", (*EVALUATORS.values(), *METRICS), ids=(*EVALUATORS, *(m.__name__ for m in METRICS)))
+def test_one_set_of_images_in_place_of_three_is_refused(evaluator, vit, splits):
+    with pytest.raises(ValueError, match=r"of the type Images; expected three sets of Images: Splits\(train"):
+        list(evaluator(vit, splits.test))
+
+
 # Accuracy
 
 

@@ -16,7 +16,7 @@ from smallvit.data import Images
 
 from .declare import evaluator
 from .scores import predictions
-from .splits import NamedScores, PerImage, Splits, require_images
+from .splits import NamedScores, PerImage, Splits, require_images, require_splits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,6 +143,7 @@ def log_loss(model: nn.Module, splits: Splits) -> NamedScores:
     """
     import numpy as np
 
+    require_splits(splits)
     found, labels = arrays(model, require_images(splits.test))
     each = found[np.arange(len(labels)), labels]
     yield "log_loss", PerImage(-np.log(np.clip(each, np.finfo(found.dtype).eps, None)))
@@ -170,6 +171,7 @@ def calibration(model: nn.Module, splits: Splits, *, bins: int = BINS) -> NamedS
     """
     import numpy as np
 
+    require_splits(splits)
     require_bins(splits, bins=bins)
     found, labels = arrays(model, require_images(splits.test))
     gaps, place = (found.argmax(1) == labels) - found.max(1), bin_of(found.max(1), bins)
@@ -241,6 +243,7 @@ def scored(model: nn.Module, splits: Splits) -> "tuple[np.ndarray, np.ndarray]":
     """Return the class probabilities that a model gives to the test images, shape (n, k), and their labels, shape (n), as two
     numpy arrays. Raise ValueError if there are no test images or if a class has none.
     """
+    require_splits(splits)
     require_images(splits.test)
     require_every_class(splits)
     return arrays(model, splits.test)

@@ -20,7 +20,7 @@ from .cache import cached
 from .declare import evaluator
 from .hooks import Array, check_place, features
 from .metrics import require_metric, score_probe
-from .splits import NamedScores, PerImage, Splits
+from .splits import NamedScores, PerImage, Splits, require_splits
 
 AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
 ITERATIONS = 5_000
@@ -72,6 +72,7 @@ def knn(
     Raises   ValueError for a k that is no whole number from 1 on, if every k is above the number of labelled images, and for an
              unknown metric.
     """
+    require_splits(splits)
     require_neighbors(splits, ks=ks, metric=metric, of=of, layers=layers, norm=norm)
     ks = tuple(k for k in ks if k <= len(splits.train))
     train, test = (
@@ -149,6 +150,7 @@ def linear_probe(
     Raises   RuntimeError if the solver does not converge; ValueError if there are no strengths, for one that is not above 0,
              and for an unknown metric.
     """
+    require_splits(splits)
     require_strengths(splits, strengths=strengths, metric=metric, of=of, layers=layers, norm=norm)
     train, test = (features(model, images, of=of, layers=layers, norm=norm) for images in (splits.train, splits.test))
 
@@ -216,6 +218,7 @@ def few_shot(
 
     Raises   ValueError if a class has too few labelled images; RuntimeError if the solver does not converge.
     """
+    require_splits(splits)
     require_shots(splits, shots=shots, draws=draws, strength=strength, of=of, layers=layers, norm=norm)
     test = features(model, splits.test, of=of, layers=layers, norm=norm)
 

@@ -18,7 +18,7 @@ from smallvit.data import Images
 from .cache import cached
 from .declare import evaluator
 from .hooks import frozen
-from .splits import NamedScores, PerImage, Splits, refuse_tensor, require_images
+from .splits import NamedScores, PerImage, Splits, refuse_tensor, require_images, require_splits
 
 BATCH = 1024  # images in a forward pass
 
@@ -80,6 +80,7 @@ def accuracy(model: nn.Module, splits: Splits) -> NamedScores:
 
     Raises   ValueError if the model does not give one logit for each class, or if the logits are not finite.
     """
+    require_splits(splits)
     found, labels = logits(model, splits.test), splits.test.labels
     nll = sum(F.cross_entropy(*part, reduction="sum").item() for part in zip(found.split(BATCH), labels.split(BATCH)))
     yield "accuracy", PerImage(found.argmax(-1) == labels)
@@ -115,6 +116,7 @@ def augmented_accuracy(
     Raises   ValueError if `copies` is no whole number from 0 on, if a transform changes the targets (such as Mixup), makes
              several views, or changes a digit to another, and the errors of `accuracy`.
     """
+    require_splits(splits)
     require_copies(splits, augment=augment, copies=copies)
     images = splits.test
     total = logits(model, images).double().log_softmax(-1)  # logarithm of the sum of the probabilities
@@ -150,6 +152,7 @@ def cost(model: nn.Module, splits: Splits, *, batch: int = 32, repeats: int = 9)
 
     Raises   ValueError for `batch` or `repeats` below 1, and if there are no images.
     """
+    require_splits(splits)
     require_cost(splits, batch=batch, repeats=repeats)
     images = next(iter(require_images(splits.test).batches(min(batch, len(splits.test)))))[0]
     with frozen(model) as reference:

@@ -68,6 +68,15 @@ class PerImage(float):
         return self.values, float(self), self.right
 
 
+def require_splits(splits: Any):
+    """Raise ValueError unless `splits` is a `Splits` object."""
+    if not isinstance(splits, Splits):
+        raise ValueError(
+            f"splits is of the type {type(splits).__name__}; expected three sets of Images: Splits(train, val, test), of which"
+            " test is scored"
+        )
+
+
 def refuse_tensor(images: Any):
     """Raise ValueError for a tensor in the place of `Images`."""
     if isinstance(images, torch.Tensor):
