@@ -84,7 +84,8 @@ def report(options: argparse.Namespace) -> int:
     check_tables(options)
     path = find_recipe(options.recipe)
     module = load_recipe(path, old_options=not options.publish)
-    for note in filter(None, (untuned_note(module.RUNS, options.recipe, options.out), old_options_note(module.RUNS, path))):
+    old_ranges = old_options_note(module.RUNS, path)
+    for note in filter(None, (untuned_note(module.RUNS, options.recipe, options.out), old_ranges)):
         print(note, file=sys.stderr)
     runs, out = scaled(module.RUNS, options)
     published = path.with_suffix(".jsonl")
@@ -106,6 +107,9 @@ def report(options: argparse.Namespace) -> int:
             records_are = how_many(old, "record is of a run", "records are of runs")
             print(f"note: {records_are} with other settings than {path.name} has now")
     trained_here = out if records is collected and options.scale_steps == 1 else None
+    if old_ranges:
+        reason = old_ranges.removeprefix("warning: ")
+        records = [replace(r, superseded=reason) if (r.tuning or {}).get("trials") else r for r in records]
     target, all_results = out / path.stem / "report", Path(options.out)
     write_report(path, module, records, target, options.scale_steps, models=trained_here, out=all_results)
     write_tables(records, target, options)
