@@ -308,6 +308,15 @@ def test_pages_name_each_of_several_baselines():
     assert seen.count("<h3>Compared with patch 4</h3>") == 3
 
 
+@pytest.mark.figures
+def test_a_baseline_without_arms_is_not_said_to_be_compared_with_itself():
+    rows = [r for r in two_baselines() if r.arm in ("patch 2", "ToMe, patch 2", "patch 4")]
+    page, seen = markdown(rows, **PAGE), html(rows, **PAGE)
+    assert "### 1,000 labels, patch 4" in page and "compared with patch 4" not in page
+    assert "### 1,000 labels, compared with patch 2" in page
+    assert "<h3>patch 4</h3>" in seen and "ompared with patch 4" not in seen and "<h3>Compared with patch 2</h3>" in seen
+
+
 # The answer
 
 

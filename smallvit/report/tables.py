@@ -86,7 +86,8 @@ def each_table(comparison: Comparison, conditions: Sequence[Condition]) -> list[
     for condition in conditions:
         for part in comparison.parts():
             rows = [row for row in part.at(condition) if not row.unavailable]
-            title = condition.title.capitalize() + f", compared with {part.baseline}" * (len(comparison.baselines) > 1)
+            compared = "compared with " * any(row.role != "baseline" for row in rows)
+            title = condition.title.capitalize() + f", {compared}{part.baseline}" * (len(comparison.baselines) > 1)
             found += [(title, rows)] if rows else []
     return found
 
