@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
         earlier = json.loads(args.out.read_text())
         if reason := difference(earlier, record):
             parser.error(f"--update: the record in {args.out} has {reason}; measure all lines again in a new file")
-        record["lines"] = earlier["lines"]
+        record["lines"] = with_code(earlier)
     for name in args.names or BENCHMARKS:
         for task in benchmarks[name]():
             record["lines"] = replaced(record["lines"], [*compare(task, args.repeats)])
@@ -61,6 +61,13 @@ def difference(earlier: dict, record: dict) -> str | None:
     if earlier["repeats"] != record["repeats"]:
         return "another number of repetitions"
     return None if earlier.get("warm_up") == record["warm_up"] else "another warm-up"
+
+
+def with_code(earlier: dict) -> list[dict]:
+    """Return the lines of an earlier record. Each has the item `code`: the code of smallvit with which it was measured. A line
+    without this item was measured with the code of the whole record.
+    """
+    return [{"code": earlier["machine"]["code"]} | line for line in earlier["lines"]]
 
 
 def replaced(lines: list[dict], new: list[dict]) -> list[dict]:

@@ -366,6 +366,21 @@ def test_update_replaces_the_lines_of_a_task_and_keeps_the_others(tmp_path, monk
     assert "another warm-up" in capsys.readouterr().err
 
 
+def test_update_keeps_the_code_with_which_each_line_was_measured(tmp_path, monkeypatch):
+    def benchmark(name):
+        yield tasks.Task(name, lambda: None, {"timm": {"default settings": lambda: None}}, measure=call_once)
+
+    names = ("train", "inference", "dino", "views", "recipe", "gpu", "verdict")
+    monkeypatch.setattr(tasks, "BENCHMARKS", {name: lambda name=name, **_: benchmark(name) for name in names})
+    measured = (["train", "dino", "views"], ["dino"], ["views", "dino"])
+    for code, some in enumerate(measured, start=1):
+        monkeypatch.setattr("smallvit.record.code", lambda code=code: {"sha256": f"code {code}"})
+        assert main([*some, "--update", "--out", str(tmp_path / "record.json")]) == 0
+        record = json.loads((tmp_path / "record.json").read_text())
+        last = {task: f"code {max(n for n, names in enumerate(measured[:code], start=1) if task in names)}" for task in measured[0]}
+        assert {line["task"]: (line.get("code") or record["machine"]["code"])["sha256"] for line in record["lines"]} == last
+
+
 def test_without_bf16_no_side_uses_it(monkeypatch):
     monkeypatch.setattr(tasks, "has_native_bf16", lambda: True)
     monkeypatch.setattr(peers, "has_native_bf16", lambda device="cpu": True)
