@@ -290,6 +290,49 @@ def test_run_that_cannot_be_stacked_is_trained_once_although_one_of_its_group_di
     assert all(record.finished and record.stacked is None for record in records)
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("killed", [False, True], ids=["", "killed"])
+def test_runs_of_a_stack_are_not_trained_again_if_one_of_them_diverges(failing, killed, tmp_path, monkeypatch):
+    """They are those of a stack in which no run diverges, bit for bit, also if the stack is killed after the divergence."""
+    runs, whole = seeds_of(SHORT, 3, tmp_path / "whole")
+    _, folders = seeds_of(SHORT, 3, tmp_path / "diverges")
+    expected, seen = fit_stacked(runs, whole), []
+    validate = Training.validate
+
+    def diverge(self):
+        if self.run.seed == failing and self.step == 4:
+            self.loss += float("inf")
+        validate(self)
+
+    def kill(step, accuracy):
+        if step == 7:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "validate", diverge)
+        patch.setattr(loop, "CHECKPOINT_SECONDS", 0)
+        with pytest.raises(Killed if killed else FloatingPointError):
+            fit_stacked(runs, folders, **{"watch": kill} if killed else {})
+    if killed:
+        with pytest.raises(FloatingPointError, match=rf"step 7 of 12 \(seed {failing}\)"):
+            fit_stacked(runs, folders, watch=lambda step, accuracy: seen.append(step))
+        assert seen == [7, 8, 9, 10, 11, 12]
+    others = [number for number in range(3) if number != failing]
+    found = fit_stacked([runs[n] for n in others], [folders[n] for n in others], watch=lambda *_: pytest.fail("trained again"))
+    assert [replace(one, seconds=0) for one in found] == [replace(expected[n], seconds=0) for n in others]
+    for number in others:
+        assert_equal_weights(whole[number], folders[number])
+    assert fit(runs[failing], folders[failing]).finished  # from the beginning, without a checkpoint of the others
+
+
+def test_run_that_diverges_in_a_stack_is_recorded_and_the_others_are_finished(tmp_path):
+    lasting = SHORT.vary(steps=24, weight_decay=10.0, clip=0.0)
+    runs = [ArmRun(run=lasting.vary(lr=rate), arm=f"{rate}") for rate in (1e-3, 10.0, 2e-3)]
+    found = launch(runs, tmp_path, recipe="t", jobs=1, stack=3)
+    assert [record.status for record in found] == ["finished", "failed", "finished"] and "the loss is" in found[1].error
+    assert [record.stacked for record in found] == [3, None, 3]
+
+
 def test_lists_of_different_lengths_are_refused(tmp_path):
     runs, folders = seeds_of(SHORT, 2, tmp_path)
     with pytest.raises(ValueError, match="got 2 runs, 1 folders, 2 tags and 2 dependencies; expected as many of each"):

@@ -151,8 +151,9 @@ def fit_stacked(
     runs that each run depends on, by field ("init", "teacher"). `curves=False` leaves out the validation accuracy at the checks
     during training, which saves time if only the last score counts. See `fit` for the other parameters.
 
-    A run whose loss is not finite stops all of them with a FloatingPointError that names its seed, and a run without labels
-    whose features collapse with a `Collapse`. Train the others without it.
+    If the loss of a run is not finite, the others are trained to the end. Then a FloatingPointError that names its seed is
+    raised, or `Collapse` for a run without labels whose features collapse. Call this function again without this run: the
+    others are then only scored.
 
     A stack has one checkpoint, in the folder of its first run. If it is interrupted, calling this function with the same runs
     in the same order continues it, and the weights are bitwise those of an uninterrupted stack. Runs of a stack that are then
@@ -198,7 +199,7 @@ def train_together(members: Sequence[Training], watch: Watch):
     A checkpoint is also written before the first step, so that a stack is continued with the same runs whenever it is killed.
     After the last step, each run gets a checkpoint of its own: from there, it can be scored without the others.
 
-    Raises NotStackable if the runs cannot be trained as one model.
+    Raises NotStackable if the runs cannot be trained as one model, and after the last step the error of a run that has failed.
     """
     resumed = bool(members) and checkpoint.resume(members)
     group = members if resumed else [member for member in members if not member.ended]
@@ -209,7 +210,12 @@ def train_together(members: Sequence[Training], watch: Watch):
         checkpoint.save(group, group[0].checkpoint_file)
     train(group, stack.train_step, watch)
     for member in reversed(group):  # the first one last: its file is the checkpoint of the stack
-        checkpoint.save([member], member.checkpoint_file)
+        if member.failure is None:
+            checkpoint.save([member], member.checkpoint_file)
+        else:
+            member.checkpoint_file.unlink(missing_ok=True)
+    if failures := [member.failure for member in group if member.failure]:
+        raise failures[0]
 
 
 @contextmanager

@@ -67,22 +67,23 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
 
     Every 10 seconds a checkpoint is written, one for all runs, to the file of the first one.
 
-    Raises FloatingPointError if a loss is not finite, and `Collapse` if the features of a self-supervised run collapse.
+    A run whose loss is not finite (FloatingPointError), or whose features collapse (`Collapse`), keeps this error in its
+    attribute `failure`, and the others are trained on. Raises the error if no run is left.
     """
-    first = members[0]
+    first, going = members[0], [*members]
     for member in members:
         member.objective.train()
         write_curve(member.checkpoint_file, member.curve)
     saved = last = time.perf_counter()
     while first.step < first.run.steps and not first.stopped_early():
         train_step()
-        for member in () if first.run.reads_labels else members:
-            member.check_collapse()
+        if not first.run.reads_labels:
+            going = without_failed(going, Training.check_collapse)
         if first.step in first.checks:
-            for member in members:
-                member.validate()
+            going = without_failed(going, Training.validate)
+            for member in going:
                 write_curve(member.checkpoint_file, member.curve[-1:], append=True)
-        watch(first.step, first.curve[-1][2] if first.step in first.checks else None)
+        watch(first.step, going[0].curve[-1][2] if first.step in first.checks else None)
         now = time.perf_counter()
         for member in members:
             member.seconds += (now - last) / len(members)
@@ -93,6 +94,23 @@ def train(members: Sequence["Training"], train_step: Callable[[], None], watch: 
     for member in members:
         if member.best is not None:
             member.model.load_state_dict(member.best)
+
+
+def without_failed(members: Sequence["Training"], check: Callable[["Training"], None]) -> list["Training"]:
+    """Call the function `check` for each run, and return the runs for which it raised no FloatingPointError and no `Collapse`.
+    The others keep the error. Raises the first error if no run is left.
+    """
+    for member in members:
+        try:
+            check(member)
+        except (Collapse, FloatingPointError) as error:
+            member.failure = error
+            member.loss.fill_(math.nan)  # a checkpoint keeps this, so that the run also fails if it is continued from there
+            member.trace.losses.clear()  # a checkpoint with losses that are not finite would be damaged
+    going = [member for member in members if member.failure is None]
+    if not going and members[0].failure:
+        raise members[0].failure
+    return going
 
 
 def write_curve(checkpoint_file: Path, points: Sequence[Sequence], append: bool = False):
@@ -180,6 +198,7 @@ class Training:
         self.step, self.seconds, self.loss = 0, time.perf_counter() - started, torch.zeros((), device=self.device)
         self.curve: list[list] = []  # [step, mean loss since the last check, validation accuracy]
         self.best: dict[str, Tensor] | None = None  # weights of the best check, for early stopping
+        self.failure: Exception | None = None  # why this run of a stack has failed; see `train`
         self.health: list[dict] = []  # collapse statistics at each check, for runs without labels
         self.monitor = Monitor(run.steps)
         self.curves = True  # whether the validation accuracy is measured during training
