@@ -179,8 +179,7 @@ def arm_folders(recipe: str, arm: str, options: argparse.Namespace) -> list[str]
             )
         seed = f", seed {options.seed}" if options.seed is not None else ""
         failed = any(record and record.status == "failed" for _, record in recalled)
-        escaped = arm.replace("'", "'\"'\"'")
-        command = command_text("run", recipe, out, f" --only 'arm={escaped}'" + " --retry" * failed)
+        command = command_text("run", recipe, out, f" --only {shlex.quote(f'arm={arm}')}" + " --retry" * failed)
         advice = f"if it was trained elsewhere, name the folder with --out; otherwise train it with: {command}"
         of_arm = [record for record in stored_records(out, path.stem) if record.arm == arm]
         others = with_other_settings(of_arm, declared)
