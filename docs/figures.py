@@ -473,13 +473,14 @@ def draw_augmentation(style: Style) -> Figure:
         "affine": (augment.Warp(rotate=15, scale=0.15, shear=12, shift=0.07),),
         "elastic": (augment.Warp(elastic=deformation.elastic),),
         "digits()": augment.digits(),
+        "StrokeWidth": (augment.StrokeWidth(width=0.06, probability=1.0),),
         "RandomErasing": (augment.RandomErasing(probability=1.0),),
         "Mixup": (augment.Mixup(),),
     }
     figure, axes = grid(len(rows), len(images), 0.85, 0.85)
     for line, (title, transforms) in zip(axes, rows.items()):
         batch = augment.Batch(images.pixels(), images.targets())
-        batch = augment.apply(transforms, batch, torch.Generator().manual_seed(3))
+        batch = augment.apply(transforms, batch, torch.Generator().manual_seed(8))
         for ax, image, target in zip(line, batch.images[:, 0], batch.targets):
             show(ax, image)
             parts = sorted(((share, k) for k, share in enumerate(target.tolist()) if share > 0.005), reverse=True)

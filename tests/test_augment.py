@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.ndimage import grey_dilation, grey_erosion
 from scipy.stats import beta, kstest
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
@@ -18,7 +19,7 @@ from toys import default_dtype
 from smallvit import augment
 
 from smallvit.augment import Batch, Blur, CutMix, Flip, Gray, Jitter, Mixup, MultiCrop, Noise, RandomErasing  # isort: skip
-from smallvit.augment import SmoothLabels, Solarize, Warp, digits, photos, strong_digits, strong_photos  # isort: skip
+from smallvit.augment import SmoothLabels, Solarize, StrokeWidth, Warp, digits, photos, strong_digits, strong_photos  # isort: skip
 from smallvit.augment.batch import concatenate  # isort: skip
 
 FILES = [import_module(f"smallvit.augment.{file.name}") for file in iter_modules(augment.__path__)]
@@ -27,12 +28,12 @@ CLASSES = {value for file in FILES for value in vars(file).values() if dataclass
 OFF = [
     Warp(), Flip(probability=0), RandomErasing(probability=0), Mixup(probability=0), CutMix(probability=0), SmoothLabels(amount=0),
     Noise(std=0), Jitter(), Jitter(brightness=0.5, hue=0.5, probability=0), Gray(probability=0), Solarize(probability=0),
-    Blur(probability=0), Blur(sigma=(0, 0)),
+    Blur(probability=0), Blur(sigma=(0, 0)), StrokeWidth(width=0), StrokeWidth(probability=0),
 ]  # fmt: skip
 ON = [
     Warp(rotate=15, scale=0.15, shear=12, shift=0.07, elastic=0.04, crop=(0.5, 0.9)), Flip(), RandomErasing(probability=0.9),
     Mixup(probability=0.9), CutMix(probability=0.9), SmoothLabels(), Noise(), Jitter(brightness=0.3, contrast=0.3), Gray(), Solarize(),
-    Blur(probability=0.9),
+    Blur(probability=0.9), StrokeWidth(width=0.2, probability=0.9),
 ]  # fmt: skip
 OTHER_VALUES = {
     Warp: dict(rotate=25, scale=0.3, shear=5, shift=0.2, elastic=0.1, smooth=0.3, crop=(0.3, 0.4), aspect=2, aim="ink", size=9, fill="edge"),
@@ -46,6 +47,7 @@ OTHER_VALUES = {
     Gray: dict(probability=0.8),
     Solarize: dict(threshold=0.2, probability=0.8),
     Blur: dict(sigma=(0.1, 0.2), probability=0.1),
+    StrokeWidth: dict(width=0.3, probability=0.1),
 }  # fmt: skip
 
 
@@ -74,7 +76,7 @@ def numbered_batch(b, h=10, w=14):
 
 def test_every_public_class_is_tested_here():
     public = {value for name in augment.__all__ if dataclasses.is_dataclass(value := getattr(augment, name))} - {MultiCrop}
-    assert len(CLASSES) == len(ON) == 11
+    assert len(CLASSES) == len(ON) == 12
     assert CLASSES == public == set(map(type, ON)) == set(map(type, OFF)) == set(OTHER_VALUES)
 
 
@@ -228,6 +230,7 @@ def test_gpu_gives_the_same_pixels(transform):
         (lambda: Jitter(contrast=3), r"Jitter\(contrast=3\)"),
         (lambda: Jitter(hue=0.6), r"Jitter\(hue=0.6\): .* from 0 to 0.5"),
         (lambda: Solarize(threshold=128), r"Solarize\(threshold=128\): .* from 0 to 1"),
+        (lambda: StrokeWidth(width=2), r"StrokeWidth\(width=2\): .* from 0 to 0.5"),
         (lambda: Blur(sigma=(0.1, 2.0)), r"Blur\(sigma=\(0.1, 2.0\)\): .*0 <= a <= b <= 0.5"),
         (lambda: digits(3), r"digits\(strength=3\): .* from 0 to 1.5"),
         (lambda: strong_digits(1.3), r"strong_digits\(strength=1.3\): .* from 0 to 1.2"),
@@ -424,7 +427,7 @@ def test_probability_is_the_share_of_mixed_images(transform):
     assert (targets.diagonal() < 1).float().mean().item() == pytest.approx(0.3, abs=0.04)
 
 
-# Flip, SmoothLabels, Noise
+# Flip, StrokeWidth, SmoothLabels, Noise
 
 
 def test_flip_mirrors_some_images_and_leaves_the_others_unchanged():
@@ -433,6 +436,32 @@ def test_flip_mirrors_some_images_and_leaves_the_others_unchanged():
     mirrored = (images == batch.images.flip(-1)).flatten(1).all(dim=1)
     assert torch.equal(mirrored, ~(images == batch.images).flatten(1).all(dim=1))
     assert 30 < mirrored.sum() < 70
+
+
+@pytest.mark.parametrize("edge", [-2.0, -1.25, -0.5, 0.0, 0.4, 1.0, 2.75])
+def test_stroke_width_moves_both_edges_of_a_bar(edge):
+    images = torch.zeros(1, 1, 9, 20)
+    images[..., 6:12] = 1
+    changed = StrokeWidth(probability=1).change(Batch(images, torch.ones(1, 1)), {"edge": torch.tensor([edge])}).images
+    column = torch.arange(20)
+    covered = (12 + edge - column).clamp(0, 1) * (column + 1 - (6 - edge)).clamp(0, 1)  # part of each pixel inside the new bar
+    torch.testing.assert_close(changed, covered.expand_as(images))
+
+
+@pytest.mark.parametrize("pixels", [1, 2])
+def test_stroke_width_of_whole_pixels_is_dilation_and_erosion(pixels):
+    images = random_batch(2, 3, 11, 14).images
+    edges = {"edge": torch.tensor([pixels, -pixels]).float()}
+    thicker, thinner = StrokeWidth().change(Batch(images, torch.eye(2)), edges).images.numpy()
+    window = (1, 2 * pixels + 1, 2 * pixels + 1)
+    np.testing.assert_array_equal(thicker, grey_dilation(images[0].numpy(), window))
+    np.testing.assert_array_equal(thinner, grey_erosion(images[1].numpy(), window))
+
+
+def test_stroke_width_is_drawn_uniformly_in_fractions_of_the_shorter_side():
+    edge = StrokeWidth(width=0.1, probability=0.4).draw((4000, 1, 20, 30), seeded())["edge"]
+    assert kstest(edge[edge != 0] / 2 + 0.5, "uniform").pvalue > 0.01, "not uniform from -1 to 1 pixel at each edge"
+    assert (edge != 0).float().mean().item() == pytest.approx(0.4, abs=0.03)
 
 
 def test_smooth_labels_divides_the_amount_among_all_classes():
@@ -567,6 +596,7 @@ def test_hue_angle_is_close_to_torchvisions():
         Jitter(brightness=0.5, contrast=0.5, saturation=0.5, probability=0.3),
         Jitter(brightness=0.5, contrast=0.5, saturation=0.5, hue=0.1, probability=0.3),
         Gray(probability=0.3), Solarize(probability=0.3), Blur(sigma=(0.1, 0.3), probability=0.3),
+        StrokeWidth(width=0.2, probability=0.3),
     ],
 )  # fmt: skip
 def test_probability_is_the_share_of_changed_images_and_the_others_are_bitwise_equal(transform):

@@ -2,7 +2,7 @@
 
 batch.py       Batch, Augmentation, apply: the input and output of every transform; Transform, the base class of those here
 warp.py        Warp: rotate, zoom, shear, shift, deform and crop in one resampling
-pixels.py      Flip, RandomErasing, Noise
+pixels.py      Flip, StrokeWidth, RandomErasing, Noise
 color.py       Jitter, Gray, Solarize, Blur
 mix.py         Mixup, CutMix, SmoothLabels: these also change the targets
 multicrop.py   MultiCrop: several views of each image, for self-supervised learning
@@ -21,12 +21,12 @@ from .batch import Augmentation, Batch, apply
 from .color import Blur, Gray, Jitter, Solarize
 from .mix import CutMix, Mixup, SmoothLabels
 from .multicrop import MultiCrop
-from .pixels import Flip, Noise, RandomErasing
+from .pixels import Flip, Noise, RandomErasing, StrokeWidth
 from .presets import digit_crops, digits, photo_crops, photos, strong_digits, strong_photos
 from .warp import Warp
 
 __all__ = [
     "Augmentation", "Batch", "Blur", "CutMix", "Flip", "Gray", "Jitter", "Mixup", "MultiCrop", "Noise", "RandomErasing",
-    "SmoothLabels", "Solarize", "Warp", "apply", "digit_crops", "digits", "photo_crops", "photos", "strong_digits",
-    "strong_photos",
+    "SmoothLabels", "Solarize", "StrokeWidth", "Warp", "apply", "digit_crops", "digits", "photo_crops", "photos",
+    "strong_digits", "strong_photos",
 ]  # fmt: skip

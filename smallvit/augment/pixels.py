@@ -1,13 +1,14 @@
-"""Transforms that make one simple change to the pixels: Flip, RandomErasing and Noise."""
+"""Transforms that make one simple change to the pixels: Flip, StrokeWidth, RandomErasing and Noise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
+from math import ceil, log
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from .batch import ON_CPU, Batch, ChosenTransform, Random, Transform, check_interval, check_range, upload
+from .batch import ON_CPU, Batch, ChosenTransform, Random, Transform, check_interval, check_range, symmetric_uniform, upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,49 @@ class Flip(ChosenTransform):
         images = batch.images
         weight = upload(random["chosen"][:, None, None, None], images.device).to(images)  # 0 or 1
         return batch._replace(images=torch.lerp(images, images.flip(-1), weight))  # exact, and faster than torch.where
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrokeWidth(ChosenTransform):
+    """A transform that makes the strokes of characters thicker or thinner in randomly chosen images. Strokes must be brighter
+    than the ground. The option `probability` is the probability for each image.
+
+    width     largest change of the width of a stroke, as a fraction of the shorter side of the image. The change of each image
+              is drawn uniformly from -width to width. At 28 pixels, 0.036 is one pixel: half a pixel on each side of a stroke
+
+    Where each pixel gets the largest value of its 3x3 neighborhood, every edge moves outwards by one pixel (dilation); with the
+    smallest value it moves inwards (erosion). Between these, pixels are interpolated. A stroke so thin that it would vanish
+    becomes darker instead.
+
+    Paper     arXiv:1809.10780 (Morpho-MNIST), which makes data sets with thin and thick digits.
+    Off       probability=0, or width=0.
+    Departs   The paper works on enlarged images, and changes each digit in proportion to its own stroke width. Here the change
+              does not depend on the digit.
+    """
+
+    width: float = 0.04
+    probability: float = 0.5
+    unsafe_for_digits = None
+
+    def __post_init__(self):
+        check_range(self, probability=(0, 1), width=(0, 0.5))
+
+    @property
+    def off(self) -> bool:
+        return super().off or not self.width
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Random:
+        edge = 0.5 * self.width * min(shape[2:]) * symmetric_uniform(shape[0], generator=generator)  # in pixels
+        return {"edge": edge * super().draw(shape, generator)["chosen"]}
+
+    def change(self, batch: Batch, random: Random) -> Batch:
+        edge = random["edge"][:, None, None, None]
+        sign = upload(torch.where(edge < 0, -1, 1), batch.images.device)
+        images = batch.images * sign  # the smallest value is the largest one of the negative image
+        for pixel in range(ceil(edge.abs().max())):
+            weight = upload((edge.abs() - pixel).clamp(0, 1), images.device).to(images)
+            images = torch.lerp(images, _largest_nearby(images), weight)
+        return batch._replace(images=images * sign)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +140,13 @@ class Noise(Transform):
     def change(self, batch: Batch, random: Random) -> Batch:
         noise = upload(random["noise"], batch.images.device)
         return batch._replace(images=torch.add(batch.images, noise, alpha=self.std).clamp_(0, 1))
+
+
+def _largest_nearby(images: Tensor) -> Tensor:
+    """Return images in which each pixel has the largest value of its 3x3 neighborhood."""
+    x = F.pad(images, (1, 1, 1, 1), mode="replicate")
+    x = torch.maximum(torch.maximum(x[..., :-2], x[..., 1:-1]), x[..., 2:])  # 20 times as fast as max_pool2d on a CPU
+    return torch.maximum(torch.maximum(x[..., :-2, :], x[..., 1:-1, :]), x[..., 2:, :])
 
 
 def draw_rectangles(height: Tensor, width: Tensor, generator: Generator) -> Random:
