@@ -317,6 +317,12 @@ def test_a_baseline_without_arms_is_not_said_to_be_compared_with_itself():
     assert "<h3>patch 4</h3>" in seen and "ompared with patch 4" not in seen and "<h3>Compared with patch 2</h3>" in seen
 
 
+def test_baselines_without_arms_share_a_table():
+    page = markdown([r for r in two_baselines() if r.arm in ("patch 2", "patch 4")], **PAGE)
+    (table,) = re.findall(r"## Accuracy\n\n### 1,000 labels\n\n(.*?)\n\n", page, re.DOTALL)
+    assert [line.split("|")[1].strip(" *") for line in table.splitlines()[2:]] == ["patch 2", "patch 4"]
+
+
 # The answer
 
 

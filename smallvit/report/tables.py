@@ -78,18 +78,24 @@ def tables(comparison: Comparison, records: Sequence[Record]) -> dict[str, list[
 
 def each_table(comparison: Comparison, conditions: Sequence[Condition]) -> list[tuple[str, list[Row]]]:
     """Return a list of pairs (title, rows), one for each table of a report. There is one table for each of the conditions and
-    each baseline (the variant that others are compared with). A row holds the results of one arm (variant).
+    each baseline (the variant that others are compared with). If nothing is compared, all baselines share a table. A row holds
+    the results of one arm (variant).
 
     Arms whose external weights could not be obtained are left out.
     """
-    found = []
+    found, several = [], is_compared(comparison) and len(comparison.baselines) > 1
     for condition in conditions:
-        for part in comparison.parts():
+        for part in comparison.parts() if several else [comparison]:
             rows = [row for row in part.at(condition) if not row.unavailable]
             compared = "compared with " * any(row.role != "baseline" for row in rows)
-            title = condition.title.capitalize() + f", {compared}{part.baseline}" * (len(comparison.baselines) > 1)
+            title = condition.title.capitalize() + f", {compared}{part.baseline}" * several
             found += [(title, rows)] if rows else []
     return found
+
+
+def is_compared(comparison: Comparison) -> bool:
+    """Return whether any arm (variant) is compared with another one: whether not all are baselines or references."""
+    return any(row.role not in ("baseline", "reference") for row in comparison.rows)
 
 
 def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list[Table]:
@@ -103,7 +109,7 @@ def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> lis
     """
     score = score_in(comparison)
     name = f"Test {score.title}{score.unit} (mean ± SD over {comparison.rows[0].units}{score.direction})"
-    compared = any(row.role not in ("baseline", "reference") for row in comparison.rows)
+    compared = is_compared(comparison)
     columns = (
         name,
         f"Difference{score.points and ', points'} [95% CI on new images]",
