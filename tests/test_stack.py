@@ -325,6 +325,22 @@ def test_runs_of_a_stack_are_not_trained_again_if_one_of_them_diverges(failing, 
     assert fit(runs[failing], folders[failing]).finished  # from the beginning, without a checkpoint of the others
 
 
+def test_stack_continues_if_it_is_killed_between_an_infinite_loss_and_the_next_check(tmp_path, monkeypatch):
+    def kill(step, accuracy):
+        if step == 12:
+            raise Killed
+
+    lasting = SHORT.vary(steps=240, weight_decay=10.0, clip=0.0, warmup=0.0)  # the first check is after step 20
+    runs, folders = [lasting.vary(lr=rate) for rate in (1e-3, 10.0)], [tmp_path / "0", tmp_path / "1"]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(loop, "CHECKPOINT_SECONDS", 0)
+        fit_stacked(runs, folders, watch=kill)
+    seen = []
+    with pytest.raises(FloatingPointError, match="step 20 of 240"):
+        fit_stacked(runs, folders, watch=lambda step, accuracy: seen.append(step))
+    assert seen == [*range(12, 241)] and not [*tmp_path.rglob("*.damaged")]
+
+
 def test_run_that_diverges_in_a_stack_is_recorded_and_the_others_are_finished(tmp_path):
     lasting = SHORT.vary(steps=24, weight_decay=10.0, clip=0.0)
     runs = [ArmRun(run=lasting.vary(lr=rate), arm=f"{rate}") for rate in (1e-3, 10.0, 2e-3)]

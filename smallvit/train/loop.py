@@ -106,7 +106,6 @@ def without_failed(members: Sequence["Training"], check: Callable[["Training"], 
         except (Collapse, FloatingPointError) as error:
             member.failure = error
             member.loss.fill_(math.nan)  # a checkpoint keeps this, so that the run also fails if it is continued from there
-            member.trace.losses.clear()  # a checkpoint with losses that are not finite would be damaged
     going = [member for member in members if member.failure is None]
     if not going and members[0].failure:
         raise members[0].failure

@@ -41,9 +41,12 @@ class Trace:
             self.batches.append(digest(enumerate([batch.images, batch.targets, *batch.views])))
 
     def add_loss(self, step: int, loss: Tensor):
-        """Keep the loss of a training step if it is one of the first 8. `step` is the number of steps taken, with this one."""
-        if step == len(self.losses) + 1 <= LOSSES:
-            self.losses.append(loss.item())
+        """Keep the loss of a training step if it is one of the first 8. `step` is the number of steps taken, with this one.
+
+        A loss that is not finite is left out, and with it all later ones: a checkpoint may not contain it, and the run fails.
+        """
+        if step == len(self.losses) + 1 <= LOSSES and math.isfinite(value := loss.item()):
+            self.losses.append(value)
 
     def to_dict(self, model: nn.Module, ema_distance: float | None) -> dict:
         """Return the trace of a finished training (hashes and numbers to compare it with another training) as a dict, which is
