@@ -349,6 +349,22 @@ def test_run_that_diverges_in_a_stack_is_recorded_and_the_others_are_finished(tm
     assert [record.stacked for record in found] == [3, None, 3]
 
 
+def test_run_of_a_stack_that_diverges_in_the_step_before_a_check_costs_the_others_nothing(tmp_path):
+    """Its losses are finite then, but its logits are not."""
+    wild = SHORT.vary(steps=12, weight_decay=10.0, clip=0.0, ema=0.0, warmup=0.0)  # a check after each step
+    runs, folders = [wild.vary(lr=rate) for rate in (1e-3, 10.0)], [tmp_path / "0", tmp_path / "1"]
+    with pytest.raises(FloatingPointError, match=r"at step 5 of 12 \(seed 0\), the logits of ViT are not finite.*smaller lr"):
+        fit_stacked(runs, folders)
+    (record,) = fit_stacked(runs[:1], folders[:1], watch=lambda *_: pytest.fail("trained again"))
+    assert record.finished and record.stacked == 2
+
+
+def test_trial_that_diverges_in_its_last_step_fails_as_one_with_an_infinite_loss(tmp_path):
+    run = SHORT.vary(lr=10.0, steps=6, weight_decay=10.0, clip=0.0, ema=0.0, warmup=0.0)
+    with pytest.raises(FloatingPointError, match=r"at step 6 of 6 \(seed 0\), the logits"):
+        fit_stacked([run], [tmp_path], validation_only=True, curves=False)
+
+
 def test_lists_of_different_lengths_are_refused(tmp_path):
     runs, folders = seeds_of(SHORT, 2, tmp_path)
     with pytest.raises(ValueError, match="got 2 runs, 1 folders, 2 tags and 2 dependencies; expected as many of each"):

@@ -18,7 +18,7 @@ from smallvit.pooling import MeanTokens
 from smallvit.vit import ViT
 
 from .cache import cached
-from .splits import refuse_tensor, require_images
+from .splits import NotFinite, refuse_tensor, require_images
 
 TOKENS = ("class token", "mean", "both")
 Array = Any  # numpy.ndarray; numpy is imported only where it is used
@@ -57,7 +57,7 @@ def read_batches(model: nn.Module, batches: Iterable[Tensor], read: Callable[[Te
         rows = torch.cat([check_features(read(x.to(reference)), len(x), model).float().cpu() for x in batches])
     wrong = int((~rows.isfinite()).any(1).sum())
     if wrong:
-        raise ValueError(f"features of {wrong} of {len(rows)} images are not finite; expected a model that has not diverged")
+        raise NotFinite(f"features of {wrong} of {len(rows)} images are not finite; expected a model that has not diverged")
     return rows.numpy()
 
 

@@ -18,7 +18,7 @@ from smallvit.data import Images
 from .cache import cached
 from .declare import evaluator
 from .hooks import frozen
-from .splits import NamedScores, PerImage, Splits, refuse_tensor, require_images, require_splits
+from .splits import NamedScores, NotFinite, PerImage, Splits, refuse_tensor, require_images, require_splits
 
 BATCH = 1024  # images in a forward pass
 
@@ -57,7 +57,7 @@ def compute_logits(model: nn.Module, images: Images, augment: Sequence[Augmentat
             parts.append(part.cpu())
     found = torch.cat(parts)
     if not found.isfinite().all():
-        raise ValueError(f"the logits of {type(model).__name__} are not finite; expected a model that has not diverged")
+        raise NotFinite(f"the logits of {type(model).__name__} are not finite; expected a model that has not diverged")
     return found
 
 

@@ -12,6 +12,10 @@ AnyImages = TypeVar("AnyImages", bound=Sized)
 NamedScores = Iterator[tuple[str, float]]
 
 
+class NotFinite(ValueError):
+    """Error for a model whose logits or features are not finite, because its training has diverged."""
+
+
 class Splits(NamedTuple):
     """The three sets of labelled images that an evaluator (a function that scores a model) receives: `train` to train a
     classifier, `val` to choose its options, and `test` to compute scores.

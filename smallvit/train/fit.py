@@ -94,7 +94,7 @@ def fit(
                folder that holds another run or one that was trained on other images, labels or classes than the data has now or
                from another file of pretrained weights than there is now, for a full disk, and if anything but the final scoring
                of a run reads the test images;
-               FloatingPointError if the loss is not finite;
+               FloatingPointError if the loss, or what the trained model gives, is not finite;
                `Collapse` if the features of a self-supervised run collapse;
                RuntimeError if the solver of a linear probe does not converge;
                filelock.Timeout if another process trains this run.
@@ -280,10 +280,13 @@ def prepare_training(
             settings = None
             if test is not None and reads:
                 settings = log_test_read(Path(reads).expanduser(), run, tags.arm, data.test.sha256)
+            facts = training.facts()
+            with training.finite_outputs():
+                measured = evaluate(run, training.model, subset, test, training.numerics)
             done = replace(
                 record,
-                **training.facts(),
-                **evaluate(run, training.model, subset, test, training.numerics),
+                **facts,
+                **measured,
                 test_settings=settings,
                 pretraining=pretraining_cost(list(run.dependencies.values()), trained) if trained else None,
                 picture=reduction_picture(training.model, subset),

@@ -20,6 +20,7 @@ from smallvit.augment import Batch
 from smallvit.data import Dataset, Images, Subset
 from smallvit.data.images import joined
 from smallvit.evaluate import Splits, accuracy, frozen, knn
+from smallvit.evaluate.splits import NotFinite
 from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives import Objective
@@ -486,7 +487,7 @@ class Training:
         """Add a point to the learning curve: the step, the mean training loss since the last point, and the validation
         accuracy. With early stopping, a copy of the weights is kept if this accuracy is the best so far.
 
-        Raises FloatingPointError if the loss is not finite.
+        Raises FloatingPointError if the loss is not finite, or if the model gives logits or features that are not finite.
         """
         self.copy_average()
         steps = self.step - (self.curve[-1][0] if self.curve else 0)
@@ -499,7 +500,7 @@ class Training:
         measured = self.curves or self.run.early_stop
         val, score = self.subset.val if measured else self.subset.val.take(slice(0)), None
         splits = Splits(self.subset.train.take(slice(1_000)), val, val)
-        with self.evaluating.active():
+        with self.finite_outputs(), self.evaluating.active():
             if len(val) and accuracy in self.run.evaluators:
                 score = float(next(accuracy(self.model, splits))[1])
             if not self.run.reads_labels:
@@ -509,6 +510,19 @@ class Training:
         if self.run.early_stop and score is not None and all(score > check[2] for check in self.curve):
             self.best = copy.deepcopy(self.model.state_dict())
         self.curve.append([self.step, round(loss, 5), score])
+
+    @contextmanager
+    def finite_outputs(self):
+        """Context manager for measurements of the trained model. Inside it, logits and features that are not finite raise
+        FloatingPointError, as an infinite loss does: if only the last step has diverged, the losses were still finite.
+        """
+        try:
+            yield
+        except NotFinite as error:
+            if not self.run.steps:
+                raise
+            place = f"at step {self.step} of {self.run.steps} (seed {self.run.seed})"
+            raise FloatingPointError(f"{place}, {error}; try a smaller lr") from None
 
     @torch.no_grad()
     def copy_average(self):
