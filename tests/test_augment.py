@@ -448,6 +448,24 @@ def test_stroke_width_moves_both_edges_of_a_bar(edge):
     torch.testing.assert_close(changed, covered.expand_as(images))
 
 
+@pytest.mark.parametrize(("edge", "vanishes"), [(-0.98, False), (-1.0, True)])
+@pytest.mark.parametrize("pixels", [1, 2])
+def test_thin_stroke_becomes_darker_and_vanishes_at_a_change_of_two_pixels(pixels, edge, vanishes):
+    images = torch.zeros(1, 1, 9, 9)
+    images[..., 4 : 4 + pixels] = 1
+    changed = StrokeWidth().change(Batch(images, torch.ones(1, 1)), {"edge": torch.tensor([edge])}).images
+    torch.testing.assert_close(changed, images * (1 + edge))
+    assert (changed.max() == 0) == vanishes
+
+
+def test_dark_strokes_become_thinner_where_bright_ones_become_thicker():
+    images, edge = random_batch(4, 1, 11, 14).images, torch.tensor([0.6, -0.6, 1.7, -1.7])
+    bright, dark = (
+        StrokeWidth().change(Batch(x, torch.eye(4)), {"edge": moved}).images for x, moved in ((images, edge), (1 - images, -edge))
+    )
+    torch.testing.assert_close(dark, 1 - bright)
+
+
 @pytest.mark.parametrize("pixels", [1, 2])
 def test_stroke_width_of_whole_pixels_is_dilation_and_erosion(pixels):
     images = random_batch(2, 3, 11, 14).images
