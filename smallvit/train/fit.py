@@ -151,9 +151,9 @@ def fit_stacked(
     runs that each run depends on, by field ("init", "teacher"). `curves=False` leaves out the validation accuracy at the checks
     during training, which saves time if only the last score counts. See `fit` for the other parameters.
 
-    If the loss of a run is not finite, the others are trained to the end. Then a FloatingPointError that names its seed is
-    raised, or `Collapse` for a run without labels whose features collapse. Call this function again without this run: the
-    others are then only scored.
+    If the loss of a run in a stack is not finite, the others are trained to the end. Then a FloatingPointError that names its
+    seed is raised, or `Collapse` for a run without labels whose features collapse. Call this function again without this run:
+    the others are then only scored. Runs that are trained one after another stop at the first such error.
 
     A stack has one checkpoint, in the folder of its first run. If it is interrupted, calling this function with the same runs
     in the same order continues it, and the weights are bitwise those of an uninterrupted stack. Runs of a stack that are then
