@@ -33,7 +33,7 @@ OFF = [
 ON = [
     Warp(rotate=15, scale=0.15, shear=12, shift=0.07, elastic=0.04, crop=(0.5, 0.9)), Flip(), RandomErasing(probability=0.9),
     Mixup(probability=0.9), CutMix(probability=0.9), SmoothLabels(), Noise(), Jitter(brightness=0.3, contrast=0.3), Gray(), Solarize(),
-    Blur(probability=0.9), StrokeWidth(width=0.2, probability=0.9),
+    Blur(probability=0.9), StrokeWidth(width=0.15, probability=0.9),
 ]  # fmt: skip
 OTHER_VALUES = {
     Warp: dict(rotate=25, scale=0.3, shear=5, shift=0.2, elastic=0.1, smooth=0.3, crop=(0.3, 0.4), aspect=2, aim="ink", size=9, fill="edge"),
@@ -47,7 +47,7 @@ OTHER_VALUES = {
     Gray: dict(probability=0.8),
     Solarize: dict(threshold=0.2, probability=0.8),
     Blur: dict(sigma=(0.1, 0.2), probability=0.1),
-    StrokeWidth: dict(width=0.3, probability=0.1),
+    StrokeWidth: dict(width=0.08, probability=0.1),
 }  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def test_gpu_gives_the_same_pixels(transform):
         (lambda: Jitter(contrast=3), r"Jitter\(contrast=3\)"),
         (lambda: Jitter(hue=0.6), r"Jitter\(hue=0.6\): .* from 0 to 0.5"),
         (lambda: Solarize(threshold=128), r"Solarize\(threshold=128\): .* from 0 to 1"),
-        (lambda: StrokeWidth(width=2), r"StrokeWidth\(width=2\): .* from 0 to 0.5"),
+        (lambda: StrokeWidth(width=2), r"StrokeWidth\(width=2\): .* from 0 to 0.15"),
         (lambda: Blur(sigma=(0.1, 2.0)), r"Blur\(sigma=\(0.1, 2.0\)\): .*0 <= a <= b <= 0.5"),
         (lambda: digits(3), r"digits\(strength=3\): .* from 0 to 1.5"),
         (lambda: strong_digits(1.3), r"strong_digits\(strength=1.3\): .* from 0 to 1.2"),
@@ -614,7 +614,7 @@ def test_hue_angle_is_close_to_torchvisions():
         Jitter(brightness=0.5, contrast=0.5, saturation=0.5, probability=0.3),
         Jitter(brightness=0.5, contrast=0.5, saturation=0.5, hue=0.1, probability=0.3),
         Gray(probability=0.3), Solarize(probability=0.3), Blur(sigma=(0.1, 0.3), probability=0.3),
-        StrokeWidth(width=0.2, probability=0.3),
+        StrokeWidth(width=0.15, probability=0.3),
     ],
 )  # fmt: skip
 def test_probability_is_the_share_of_changed_images_and_the_others_are_bitwise_equal(transform):

@@ -62,7 +62,7 @@ class StrokeWidth(ChosenTransform):
     unsafe_for_digits = None
 
     def __post_init__(self):
-        check_range(self, probability=(0, 1), width=(0, 0.5))
+        check_range(self, probability=(0, 1), width=(0, 0.15))  # above it, many digits vanish
 
     @property
     def off(self) -> bool:

@@ -109,7 +109,7 @@ def report(options: argparse.Namespace) -> int:
     trained_here = out if records is collected and options.scale_steps == 1 else None
     if old_ranges:
         reason = old_ranges.removeprefix("warning: ")
-        records = [replace(r, superseded=reason) if (r.tuning or {}).get("trials") else r for r in records]
+        records = [replace(r, superseded=r.superseded or reason) if (r.tuning or {}).get("trials") else r for r in records]
     target, all_results = out / path.stem / "report", Path(options.out)
     write_report(path, module, records, target, options.scale_steps, models=trained_here, out=all_results)
     write_tables(records, target, options)
