@@ -43,6 +43,7 @@ ROOT = Path(__file__).parents[1]
 # baseline), and the documentation page of the technique, if there is one
 TECHNIQUES = {
     "Deformed images": ("regularize", "deformations", "augmentation"),
+    "Other stroke widths": ("deformations", "+ stroke width", "augmentation"),
     "Mixup": ("ablation", "mixup", "augmentation"),
     "Dropout": ("ablation", "dropout", "regularization"),
     "Stochastic depth": ("ablation", "stochastic depth", "regularization"),
