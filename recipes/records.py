@@ -16,7 +16,7 @@ Setup     Data: MNIST with 100 to 10,000 labelled digits and with all 59,000 tha
 
 Expected  The accuracy is 96.0% at 100 labels, 98.0% at 500, 98.5% at 1,000, 99.2% at 5,000 and 99.3% at 10,000. The goals,
           which were set from published results of any method, were 96.8, 98.3, 98.7, 99.3 and 99.45%; none of them is reached.
-          The deformed copies bring 0.1 to 0.2 points. Written before the runs. Three numbers of labels were added later, with
+          The deformed copies bring 0.1 to 0.2 points. Written before the runs. Three numbers of labels were run later, with
           these expectations before their runs: 97.0% at 160 labels and 99.2% at 5,000, as the results beside them suggest, and
           99.5% with all labels, because 9,600 steps show each digit only five times. The goals were 97.2, 99.3 and 99.70%.
           Training with all labels on four times as many images was added after these: each digit is shown 21 times. It was
@@ -27,7 +27,7 @@ Expected  The accuracy is 96.0% at 100 labels, 98.0% at 500, 98.5% at 1,000, 99.
 
 Found     The accuracy of "small ViT" is 96.14% [95.06, 97.23] at 100 labels, 98.37% [98.18, 98.55] at 500 and 98.70% [98.49,
           98.92] at 1,000, where the interval is for new seeds and new test images. At 10,000 labels it is 99.32% [99.17,
-          99.47]. Of the numbers that were added, it is 97.05% [96.43, 97.66] at 160 labels, 99.19% [99.03, 99.34] at 5,000,
+          99.47]. Of the numbers that were run later, it is 97.05% [96.43, 97.66] at 160 labels, 99.19% [99.03, 99.34] at 5,000,
           both as expected, and 99.37% [99.23, 99.51] with all labels, less than expected. Against the expectation, the goals at
           500 and at 1,000 labels are reached, the second one exactly; whether they are exceeded cannot be said, because both
           lie inside the intervals. No other goal is reached; only the one with all labels lies outside the interval. At 100
@@ -35,10 +35,10 @@ Found     The accuracy of "small ViT" is 96.14% [95.06, 97.23] at 100 labels, 98
           raise the mean to 96.39% at 100 labels, 98.96% at 1,000 and 99.52% with all, as expected or more. Four times as many
           images with all labels bring 99.47% [99.35, 99.60], as expected, and 99.61% with the deformed copies. That goal lies
           outside the interval, too. With other stroke widths, the accuracy is 96.44% [95.63, 97.25] at 100 labels, less than
-          expected, 97.39% [96.72, 98.07] at 160, 98.82% [98.63, 99.01] at 1,000 and 99.29% [99.15, 99.42] at 5,000, more than
-          expected, and 99.33% [99.18, 99.48] at 10,000. The goals at 160 and 1,000 labels are reached, that at 5,000 is missed
-          by 0.01 points, and those at 100 and 10,000 are not reached; all five lie inside the intervals. The deformed copies
-          raise these means to 96.61%, 97.59%, 99.03%, 99.40% and 99.47%.
+          expected. It is 97.39% [96.72, 98.07] at 160, 98.82% [98.63, 99.01] at 1,000 and 99.29% [99.15, 99.42] at 5,000; all
+          three are a little more than expected. At 10,000 it is 99.33% [99.18, 99.48], as expected. The goals at 160 and 1,000
+          labels are reached, that at 5,000 is missed by 0.01 points, and those at 100 and 10,000 are not reached; all five lie
+          inside the intervals. The deformed copies raise these means to 96.61%, 97.59%, 99.03%, 99.40% and 99.47%.
 
 Limits    One model, and one length of training, chosen at 1,000 labels: with all labels each digit is seen only five times, or
           21 times in the longer runs; still longer training and larger models were not tried there. At 100 labels only a model

@@ -40,16 +40,17 @@ class Flip(ChosenTransform):
 @dataclass(frozen=True, kw_only=True)
 class StrokeWidth(ChosenTransform):
     """A transform that makes the strokes of characters thicker or thinner in randomly chosen images. The option `probability`
-    is the probability for each image. Strokes are expected to be brighter than the ground. Darker ones become thinner instead
-    of thicker, and thicker instead of thinner; both are equally frequent.
+    is the probability for each image. It works for bright strokes on a dark background. For dark strokes, thicker and thinner
+    are exchanged, and both are equally probable.
 
     width     largest change of the width of a stroke, as a fraction of the shorter side of the image. The change of each image
               is drawn uniformly from -width to width. At 28 pixels, 0.036 is one pixel: half a pixel on each side of a stroke.
               The width of a diagonal stroke changes up to 1.4 times as much
 
     Where each pixel gets the largest value of its 3x3 neighborhood, every edge moves outwards by one pixel (dilation); with the
-    smallest value it moves inwards (erosion). Between these, pixels are interpolated. A stroke of 1 or 2 pixels becomes darker
-    instead of thinner, and vanishes if the change is 2 pixels or more: at 28 pixels, this needs a `width` of 0.072 or more.
+    smallest value it moves inwards (erosion). For a part of a pixel, the image and the changed one are interpolated. A stroke
+    of 1 or 2 pixels gets darker instead of thinner; it can vanish only with a change of 2 pixels, which at 28 pixels needs a
+    `width` of 0.072 or more.
 
     Paper     arXiv:1809.10780 (Morpho-MNIST), which makes data sets with thin and thick digits.
     Off       probability=0, or width=0.
