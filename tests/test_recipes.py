@@ -14,6 +14,7 @@ from smallvit.recipe import find_recipe, load_recipe, smoke_test_runs
 from smallvit.record import read_records
 from smallvit.reference_runs import standard_references
 from smallvit.trials import trials
+from smallvit.verdicts.sequential import LOOKS
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 COMMITTED = [path for path in RECIPES if path.with_suffix(".jsonl").exists()]
@@ -98,9 +99,24 @@ def test_plan_names_every_arm(path, needs_data, monkeypatch):
 # Committed records and reports
 
 
+def entries_of(path: Path) -> list:
+    """The runs of a recipe. If seeds were added until the comparison was decided, they are in the order of the records, and
+    each arm also has the seeds that were added.
+    """
+    entries, records = loaded(path).RUNS, records_of(path)
+    if not any(record.looks for record in records):
+        return entries
+    first = {(entry.arm, entry.labels): entry for entry in reversed(entries)}
+    seeds = {place: [r.seed for r in records if (r.arm, r.labels) == place] for place in first}
+    assert all(sorted(found) == list(range(len(found))) and len(found) in LOOKS for found in seeds.values())
+    assert all(entry.seed in seeds[entry.arm, entry.labels] for entry in entries)
+    arms = [first[record.arm, record.labels] for record in records]
+    return [replace(entry, run=entry.run.at_seed(record.seed)) for entry, record in zip(arms, records)]
+
+
 @each(COMMITTED, quick=QUICK)
 def test_committed_records_are_those_of_the_recipe_and_finished(path):
-    records, entries = records_of(path), loaded(path).RUNS
+    records, entries = records_of(path), entries_of(path)
     assert [(r.arm, r.role, r.labels, r.seed) for r in records] == [(e.arm, e.role, e.labels, e.seed) for e in entries]
     assert all(r.baseline in ("", e.baseline) for r, e in zip(records, entries))  # "" means the only baseline
     weights_missing = [r.status == "unavailable" and isinstance(e.run.init, Weights) for r, e in zip(records, entries)]
@@ -119,7 +135,7 @@ def test_committed_records_are_those_of_the_recipe_and_finished(path):
 def test_committed_records_rebuild_to_runs_of_the_recipe(path):
     """The exceptions are arms whose code computes something else today. Their records say so, and keep the old fingerprint."""
     superseded = []
-    for record, entry in zip(records_of(path), loaded(path).RUNS, strict=True):
+    for record, entry in zip(records_of(path), entries_of(path), strict=True):
         current = fingerprint(rebuild(record.run))
         assert len(record.fingerprint) == len(current) == 16
         if record.superseded:
