@@ -317,6 +317,14 @@ def test_a_baseline_without_arms_is_not_said_to_be_compared_with_itself():
     assert "<h3>patch 4</h3>" in seen and "ompared with patch 4" not in seen and "<h3>Compared with patch 2</h3>" in seen
 
 
+@pytest.mark.figures
+def test_a_reference_is_not_said_to_be_compared_with_a_baseline():
+    rows = [r for r in two_baselines() if r.arm in ("patch 2", "patch 4")]
+    rows += [replace(r, arm="CNN", role="reference", baseline="patch 2") for r in rows if r.arm == "patch 2"]
+    seen = html(rows, **PAGE)
+    assert "<h3>patch 2</h3>" in seen and "<h3>patch 4</h3>" in seen and "ompared with patch" not in seen + markdown(rows, **PAGE)
+
+
 def test_baselines_without_arms_share_a_table():
     page = markdown([r for r in two_baselines() if r.arm in ("patch 2", "patch 4")], **PAGE)
     (table,) = re.findall(r"## Accuracy\n\n### 1,000 labels\n\n(.*?)\n\n", page, re.DOTALL)

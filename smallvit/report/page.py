@@ -25,7 +25,7 @@ from .format import mean_sd
 from .provenance import provenance, warnings
 from .settings import changes, hyperparameters, tuning_curves
 from .tables import FOLDED as FOLDED_TABLES
-from .tables import LENGTHS, TUNED, Table, tables
+from .tables import LENGTHS, TUNED, Table, is_compared, tables
 from .units import score_in, score_of, with_one_score
 
 EMPTY = "No runs are recorded yet, so there is nothing to compare. Run the recipe first: smallvit run"
@@ -106,7 +106,7 @@ def html(
     template = page_template("smallvit.report", "page.html")
     page = content(records, title, doc, options, trials, command)
     page |= {"light": LIGHT, "dark": DARK, "folded": FOLDED, "tuned": TUNED, "lengths": LENGTHS}
-    page |= {"confusion": CONFUSION, "calibration": CALIBRATION, "units": "seeds"}
+    page |= {"confusion": CONFUSION, "calibration": CALIBRATION, "units": "seeds", "is_compared": is_compared}
     if comparison := page["comparison"]:
         shown = reported(records)
         draw: dict[str, Callable[[Comparison], str]] = {

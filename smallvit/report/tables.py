@@ -83,19 +83,19 @@ def each_table(comparison: Comparison, conditions: Sequence[Condition]) -> list[
 
     Arms whose external weights could not be obtained are left out.
     """
-    found, several = [], is_compared(comparison) and len(comparison.baselines) > 1
+    found, several = [], is_compared(comparison.rows) and len(comparison.baselines) > 1
     for condition in conditions:
         for part in comparison.parts() if several else [comparison]:
             rows = [row for row in part.at(condition) if not row.unavailable]
-            compared = "compared with " * any(row.role != "baseline" for row in rows)
+            compared = "compared with " * is_compared(rows)
             title = condition.title.capitalize() + f", {compared}{part.baseline}" * several
             found += [(title, rows)] if rows else []
     return found
 
 
-def is_compared(comparison: Comparison) -> bool:
+def is_compared(rows: Iterable[Row]) -> bool:
     """Return whether any arm (variant) is compared with another one: whether not all are baselines or references."""
-    return any(row.role not in ("baseline", "reference") for row in comparison.rows)
+    return any(row.role not in ("baseline", "reference") for row in rows)
 
 
 def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> list[Table]:
@@ -109,7 +109,7 @@ def score_tables(comparison: Comparison, conditions: Sequence[Condition]) -> lis
     """
     score = score_in(comparison)
     name = f"Test {score.title}{score.unit} (mean ± SD over {comparison.rows[0].units}{score.direction})"
-    compared = is_compared(comparison)
+    compared = is_compared(comparison.rows)
     columns = (
         name,
         f"Difference{score.points and ', points'} [95% CI on new images]",
