@@ -27,8 +27,8 @@ NAMES = {
         "emnist", "fashion_mnist", "folder", "kmnist", "mnist", "qmnist", "svhn", "textured_shapes",
     ),
     "objectives": (
-        "DINO", "MAE", "SSAT", "Data2Vec", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective",
-        "SemiSupervised", "Supervised",
+        "DINO", "MAE", "SSAT", "Data2Vec", "Distill", "DrLoc", "EachMember", "LeJEPA", "LearnThresholds", "LearnToPrune",
+        "Objective", "SemiSupervised", "Supervised",
     ),
     "optimizers": ("AdamW", "Muon", "Optimizer", "SAM", "ScheduleFree"),
     "evaluate": (

@@ -2,7 +2,7 @@
 
 A function of this kind is called as `pseudo_labels(model, labelled, unlabelled)`. It returns one int64 label for each image of
 `unlabelled`; the labels stored in `unlabelled` are all 0 and must not be used. The model is the initialization of the run,
-after its pretraining. The function must be deterministic.
+after its pretraining, or, in a run without one, its teacher. The function must be deterministic.
 """
 
 import warnings
@@ -22,6 +22,7 @@ def label_spreading(
     neighbors: int = 10,
     alpha: float = 0.99,
     steps: int = 100,
+    balanced: bool = False,
     of: str = "head",
     layers: int = 1,
     norm: str = "after",
@@ -32,6 +33,9 @@ def label_spreading(
     neighbors   two images are connected if one is among this many nearest neighbors of the other, by cosine similarity
     alpha        weight of the neighbors' labels, relative to the known label, between 0 and 1
     steps        number of iterations
+    balanced     True: at the end, the scores of each class are multiplied by one factor, so that the sum of the scores of each
+                 class is in proportion to its number of labelled images. It helps where classes are as frequent among the
+                 unlabelled images as among the labelled ones
     of, layers, norm   which features of the model to use, as in `features`
 
     An image that no label reaches in `steps` iterations gets the label of the most similar labelled image. Time and memory grow
@@ -39,12 +43,14 @@ def label_spreading(
 
     Paper    Zhou et al. 2003 (NIPS), Learning with Local and Global Consistency: F <- alpha S F + (1 - alpha) Y, where S is the
              symmetrically normalized graph; computed by scikit-learn's `LabelSpreading`. On features learned without labels:
-             Iscen et al. 2019, arXiv:1904.04717.
+             Iscen et al. 2019, arXiv:1904.04717. `balanced` is the class mass normalization of Zhu et al. 2003 (ICML),
+             Semi-supervised learning using Gaussian fields and harmonic functions, with scores that sum to 1 for each image.
     Departs  scikit-learn's own graph connects each image to its own neighbors only, which is not symmetric and costs more than
              a point on digits. Iscen et al. weight neighbors by similarity and images by certainty, and spread the labels again
              after every epoch; here all weights are equal and labels are spread once.
     Raises   ValueError if there are not more images than neighbors, or an option is out of range.
     """
+    import numpy as np
     from scipy.sparse import csr_matrix
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neighbors import kneighbors_graph
@@ -53,6 +59,8 @@ def label_spreading(
     total = len(labelled) + len(unlabelled)
     if not 0 < alpha < 1 or steps < 1:
         raise ValueError(f"alpha is {alpha} and steps is {steps}; expected 0 < alpha < 1 and at least 1 step")
+    if not isinstance(balanced, bool):
+        raise ValueError(f"balanced is {balanced!r}; expected True to balance the classes, or False")
     if not 1 <= neighbors < total:
         raise ValueError(f"neighbors is {neighbors}; expected at least 1, and fewer than the {total} images")
     parts = [torch.from_numpy(features(model, images, of=of, layers=layers, norm=norm)) for images in (labelled, unlabelled)]
@@ -66,6 +74,13 @@ def label_spreading(
         warnings.simplefilter("ignore", ConvergenceWarning)  # the number of steps is fixed
         spreading.fit(x, labels)
     result = torch.from_numpy(spreading.transduction_).long()
+    if balanced:
+        scores, classes = spreading.label_distributions_, spreading.classes_
+        known = np.bincount(labelled.labels.numpy())[classes]
+        result = torch.from_numpy(classes[(scores * (known / scores.sum(0))).argmax(1)]).long()
     missed = torch.from_numpy(spreading.label_distributions_.sum(1) == 0).nonzero()[:, 0]
     result[missed] = labelled.labels[(torch.from_numpy(x[missed.numpy()]) @ torch.from_numpy(x[: len(labelled)]).T).argmax(1)]
     return result[len(labelled) :]
+
+
+label_spreading.added_options = {"balanced": False}

@@ -48,12 +48,12 @@ class Run:
                 has of its own or, if it has none, a fifth of the training images, at most 1,000. With `unlabelled=True` the
                 run trains on all images but the validation images, and their labels are hidden (targets are 0).
                 `pseudo_labels(model, labelled, unlabelled)`, such as `label_spreading`, then guesses those labels before the
-                first step, with the model given by `init`.
+                first step, with the model given by `init` or, without `init`, with the model of `teacher`.
     Model       `model(image, channels, classes)`, usually `partial(ViT, ...)`. `init` is another run, whose final weights are
                 the initial weights of this one, or `Weights` from a file or from timm. Parts that only this model has (a
                 learned reduction, a head for other classes) are initialized as usual.
     Objective   `objective(model)` computes the loss. `teacher` is the run whose trained model a `Distill` objective learns
-                from. `augment` is a tuple of transforms, applied to each batch in turn.
+                from, or that guesses the labels. `augment` is a tuple of transforms, applied to each batch in turn.
     Training    `steps` steps of `batch` images each, taken by `optimizer`: `AdamW`, `Muon`, `SAM` or `ScheduleFree`, or a
                 `partial` of one. Peak learning rate `lr`: linear warmup over the fraction `warmup` of all steps, then a cosine
                 decay to 0 (`schedule="constant"`: no decay). `weight_decay` applies to matrices and kernels only.
@@ -129,10 +129,10 @@ class Run:
         check_evaluators(self.evaluators)
         if self.pseudo_labels is not None:
             check(self.pseudo_labels, "pseudo_labels")
-            if not (self.unlabelled and self.init and self.reads_labels and self.steps):
+            if not (self.unlabelled and (self.init or self.teacher) and self.reads_labels and self.steps):
                 raise ValueError(
-                    "pseudo_labels need images without labels and a trained model; expected unlabelled=True, init=..., an "
-                    "objective that reads labels, and steps > 0"
+                    "pseudo_labels need images without labels and a trained model; expected unlabelled=True, init=... or "
+                    "teacher=..., an objective that reads labels, and steps > 0"
                 )
         objective.check_run(self)
         if self.optimizer is not AdamW:
@@ -155,6 +155,12 @@ class Run:
         not learn from labels.
         """
         return function(self.objective).needs_labels
+
+    @property
+    def learns_from_teacher(self) -> bool:
+        """Whether the objective learns from the model of `teacher`, as `Distill` does. If not, a teacher only guesses labels.
+        """
+        return function(self.objective).needs_teacher
 
     @property
     def default_evaluators(self) -> tuple[Callable, ...]:

@@ -30,7 +30,8 @@ def features(model: nn.Module, images: Images, *, of: str = "head", layers: int 
 
     of      the place where the features are read. "head": the input of the classifier. For a ViT of smallvit or timm also
             "class token", "mean" (of the patch tokens) or "both" (side by side). In the mean, a merged token counts as many
-            times as the number of its patches; class token and registers are left out.
+            times as the number of its patches; class token and registers are left out. The features of a `DeepEnsemble` are
+            those of its members, side by side.
     layers  read the last `layers` blocks and put them side by side, in the order of depth. Not for "head".
     norm    "after" the last norm of the model, or "before" it, as each block returns its tokens. Where the model applies this
             norm after its pool, it is applied after the mean here too.
@@ -77,11 +78,14 @@ def check_features(features: Any, images: int, model: nn.Module) -> Tensor:
 def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Tensor], Tensor]:
     """Return a function that maps a batch of normalized images to features of the model. `of` is the kind of features, such as
     "class token". The features of the last `layers` blocks are concatenated. `norm` is "after" or "before": they are read after
-    or before the final norm layer.
+    or before the final norm layer. The features of an ensemble are those of its members, side by side.
 
     Raises ValueError for an unknown name, or a name that does not apply to this model.
     """
     check_place(of, layers, norm)
+    if getattr(model, "divides_batches", False):  # an ensemble, of which each member sees all images in evaluation
+        readers = [feature_reader(member, of, layers, norm) for member in model.members]
+        return lambda x: torch.cat([read(x) for read in readers], dim=1)
     if of == "head":
         return head_input(model)
     if not isinstance(model, ViT) and not is_timm_vit(model):
@@ -124,13 +128,8 @@ def head_input(model: Any) -> Callable[[Tensor], Tensor]:
 
     The function uses `model.features`, or the methods that timm's models have.
 
-    The features of an ensemble are those of its members, side by side.
-
     With timm, `forward_head(..., pre_logits=True)` follows. Layers called `features` are used only if there is nothing else.
     """
-    if getattr(model, "divides_batches", False):  # an ensemble, of which each member sees all images in evaluation
-        readers = [head_input(member) for member in model.members]
-        return lambda x: torch.cat([read(x) for read in readers], dim=1)
     method = getattr(model, "features", None)
     if callable(method) and not isinstance(method, nn.Module):
         return model.features

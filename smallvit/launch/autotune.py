@@ -248,7 +248,8 @@ def begun(run: Run, numerics: Numerics, device: str, measured: int = STEPS) -> "
     init = None if isinstance(run.init, Weights) else run.init  # without a folder, weights of another run are not loaded
     unlabelled = run.unlabelled and not run.pseudo_labels
     steps = max(run.steps, 3 * measured) if run.steps else 0
-    run = replace(run, init=init, pseudo_labels=None, unlabelled=unlabelled, steps=steps)
+    teacher = run.teacher if run.learns_from_teacher else None
+    run = replace(run, init=init, teacher=teacher, pseudo_labels=None, unlabelled=unlabelled, steps=steps)
     training = Training(run, *load_data(run), device, numerics=numerics)
     training.objective.train()
     return training

@@ -2,6 +2,7 @@
 
 objective.py   Objective: the base class
 teacher.py     TeacherObjective: the base class of DINO and Data2Vec
+each_member.py EachMember: training without labels for each member of a deep ensemble
 supervised.py  Supervised: cross-entropy with labels
 distill.py     Distill: labels and a trained teacher
 reduce.py      LearnToPrune, LearnThresholds: train a token reduction in a trained model
@@ -53,6 +54,7 @@ from .data2vec import Data2Vec
 from .dino import DINO
 from .distill import Distill
 from .drloc import DrLoc
+from .each_member import EachMember
 from .lejepa import LeJEPA
 from .mae import MAE
 from .objective import Objective, Unlabelled
@@ -62,6 +64,6 @@ from .ssat import SSAT
 from .supervised import Supervised
 
 __all__ = [
-    "DINO", "MAE", "SSAT", "Data2Vec", "Distill", "DrLoc", "LeJEPA", "LearnThresholds", "LearnToPrune", "Objective",
-    "Observation", "SemiSupervised", "Supervised", "Unlabelled",
+    "DINO", "MAE", "SSAT", "Data2Vec", "Distill", "DrLoc", "EachMember", "LeJEPA", "LearnThresholds", "LearnToPrune",
+    "Objective", "Observation", "SemiSupervised", "Supervised", "Unlabelled",
 ]  # fmt: skip

@@ -18,7 +18,8 @@ MIN_SPREAD = 0.01  # 1 for features in all directions; an untrained ViT has abou
 
 class Observation(NamedTuple):
     """The values of one training batch that are checked for collapse: the features of the images, shape (batch, features), and
-    the target probabilities of a teacher, shape (batch, classes). Without a teacher, the targets are None.
+    the target probabilities of a teacher, shape (batch, classes). Without a teacher, the targets are None. For an ensemble,
+    both have one more axis, the first, for the members.
     """
 
     features: Tensor
@@ -47,13 +48,18 @@ def collapse_statistics(observation: Observation | None) -> dict[str, float]:
     information  how much the targets of an image differ from the mean over the batch, in nats: the entropy of the mean minus
                  the mean entropy.
 
-    In a collapse all of them fall, except `entropy`, which may also rise to 1.
+    In a collapse all of them fall, except `entropy`, which may also rise to 1. For an ensemble, they are those of the first
+    member that has collapsed, or of the first member if none has.
 
     Raises   FloatingPointError if the features are not finite.
     """
     if observation is None:
         return {}
     features, targets = observation
+    if features.ndim == 3:
+        members = map(Observation, features, [None] * len(features) if targets is None else targets)
+        statistics_of_all = list(map(collapse_statistics, members))
+        return next(filter(collapse_kind, statistics_of_all), statistics_of_all[0])
     if not features.isfinite().all():
         raise FloatingPointError("the features are not finite any more; try a smaller lr")
     x = F.normalize(features.float(), dim=-1)
@@ -107,7 +113,7 @@ class Monitor:
 
         A batch of one image says nothing about collapse and is not checked.
         """
-        if step % self.every or observation is None or len(observation.features) == 1:
+        if step % self.every or observation is None or observation.features.shape[-2] == 1:
             return
         numbers = collapse_statistics(observation)
         kind = collapse_kind(numbers)

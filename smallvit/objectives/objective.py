@@ -180,9 +180,10 @@ class Objective(nn.Module):
             raise ValueError(f"{name} teaches a trained model; give the run init=..., another run")
         if cls.needs_teacher and teacher is None:
             raise ValueError(f"teacher is None and {name} learns from one; give the run teacher=..., another run")
-        if teacher is not None and not cls.needs_teacher:
+        guesses_labels = run.pseudo_labels is not None and run.init is None  # the teacher, before the first step
+        if teacher is not None and not (cls.needs_teacher or guesses_labels):
             raise ValueError(f"the run has a teacher and {name} takes none; remove teacher, or use Distill")
-        if teacher is not None and not (teacher.reads_labels and (teacher.steps or teacher.init)):
+        if cls.needs_teacher and not (teacher.reads_labels and (teacher.steps or teacher.init)):
             raise ValueError("the teacher has a head that learned from no labels; expected a run that trains on labels")
         if run.unlabelled and cls.needs_labels and teacher is None and run.pseudo_labels is None:
             raise ValueError(f"unlabelled=True but {name} reads labels; use DINO, MAE, Distill with a teacher or pseudo_labels")

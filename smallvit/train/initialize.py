@@ -20,10 +20,10 @@ from smallvit.vit import initialize
 
 def initial_objective(
     run: Run, spec: DataSpec, init: Path | None, teacher: Path | None
-) -> tuple[nn.Module, dict | None, list[str]]:
-    """Create the training objective of a run, which contains its model, with initial weights. Return it with a report on loaded
-    weights and the hashes of their files. `spec` describes the data set. `init` is the folder of an earlier run whose weights
-    the model gets. `teacher` is the folder of an earlier run whose model becomes the teacher.
+) -> tuple[nn.Module, nn.Module | None, dict | None, list[str]]:
+    """Create the training objective of a run, which contains its model, with initial weights. Return it with the teacher, a
+    report on loaded weights, and the hashes of their files. `spec` describes the data set. `init` is the folder of an earlier
+    run whose weights the model gets. `teacher` is the folder of an earlier run whose model becomes the teacher.
 
     `init` and `teacher` are the folders of the runs in `run.init` and `run.teacher`. If a folder is None, no weights are loaded
     from it. The report is a dict from `load_from_run` or, for pretrained weights in `run.init`, from `Weights.load`. It is None
@@ -38,16 +38,17 @@ def initial_objective(
         loaded = run.init.load(model, spec.mean, spec.std)
     elif isinstance(run.init, Run) and init is not None:
         loaded = load_from_run(model, init, fingerprint(run.init))
-    hashes, models = [loaded["sha256"]] if loaded else [], {}
+    hashes, teacher_model = [loaded["sha256"]] if loaded else [], None
     if run.teacher is not None:
-        models["teacher"] = run.teacher.model(spec.size, spec.channels, len(spec.classes))
+        teacher_model = run.teacher.model(spec.size, spec.channels, len(spec.classes))
         if teacher is not None:
-            report = load_from_run(models["teacher"], teacher, fingerprint(run.teacher))
+            report = load_from_run(teacher_model, teacher, fingerprint(run.teacher))
             if report["missing"]:
                 raise ValueError(f"the teacher was trained on other classes; expected those of {spec.name}")
             hashes.append(report["sha256"])
     torch.manual_seed(stream(run.seed, "init", "objective"))
-    return run.objective(model, **models), loaded, hashes
+    models = {"teacher": teacher_model} if run.learns_from_teacher else {}
+    return run.objective(model, **models), teacher_model, loaded, hashes
 
 
 def load_from_run(model: nn.Module, folder: Path, run_hash: str) -> dict:

@@ -172,7 +172,7 @@ class Training:
     ):
         self.run, self.spec, self.subset = run, data.spec, subset
         self.device = choose_device(device)
-        objective, self.init_weights, self.init_hashes = initial_objective(run, data.spec, init, teacher)
+        objective, teacher_model, self.init_weights, self.init_hashes = initial_objective(run, data.spec, init, teacher)
         self.objective: Any = objective.to(self.device)
         if run.steps and getattr(self.objective.model, "divides_batches", False):
             self.objective.model.check_batch(run.batch)
@@ -190,7 +190,7 @@ class Training:
         self.ema_model = copy.deepcopy(self.objective.model).requires_grad_(False) if averages else None
         self.use(numerics)
         started = time.perf_counter()
-        self.images = self.training_images(data)
+        self.images = self.training_images(data, teacher_model)
         self.pool = self.unlabelled_images(data)
         if run.reads_labels and self.label_mask:  # not the sizes of classes whose labels are hidden
             self.objective.set_class_counts(self.images.labels.bincount(minlength=len(self.spec.classes)))
@@ -225,10 +225,11 @@ class Training:
         self.buffer_owners = [module for module in model.modules() if module._buffers] if self.ema_pairs else []
         self.buffers = buffers_of(self.buffer_owners)
 
-    def training_images(self, data: Dataset) -> Images:
+    def training_images(self, data: Dataset, teacher: nn.Module | None) -> Images:
         """Return the images on which the run is trained, moved to its device. `data` is the data set. Without `run.unlabelled`,
         they are the labelled images of the run. With it, they are all training images of the data set except the validation
-        images; these include the labelled ones, and the images whose class is not known.
+        images; these include the labelled ones, and the images whose class is not known. If their labels are to be guessed, the
+        model does this as it is before the first step or, in a run without `init`, the `teacher`.
 
         Raises ValueError for a batch that would contain each image more than 100 times.
         """
@@ -241,7 +242,8 @@ class Training:
             raise ValueError(f"batch={run.batch} for {len(images)} training images; expected at most {most}")
         labels = images.labels
         if run.pseudo_labels:
-            labels = run.pseudo_labels(self.objective.model, labelled, replace(images, labels=torch.zeros_like(labels)))
+            model = self.objective.model if run.init or teacher is None else teacher.to(self.device)
+            labels = run.pseudo_labels(model, labelled, replace(images, labels=torch.zeros_like(labels)))
             if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.shape != images.labels.shape:
                 found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
                 expected = f"an int64 tensor with one label for each of {len(images)} images"

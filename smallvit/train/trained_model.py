@@ -20,7 +20,7 @@ from smallvit.components import function, options
 from smallvit.data import DataSpec, Preprocess
 from smallvit.data.images import Images, normalize
 from smallvit.evaluate import frozen
-from smallvit.evaluate.hooks import head_input
+from smallvit.evaluate.hooks import feature_reader
 from smallvit.flops import without_memory
 from smallvit.numerics import torch_defaults
 from smallvit.record import Record
@@ -322,7 +322,7 @@ def check_reloaded(model: nn.Module, trained: nn.Module, run: Run, images: Image
         for one in (model, again, model):
             torch.manual_seed(0)  # a model may draw random numbers also when it is evaluated
             with frozen(one):
-                found.append((one if kind == "logits" else head_input(one))(pixels))
+                found.append((one if kind == "logits" else feature_reader(one, "head", 1, "after"))(pixels))
     scored, loaded, same = found
     limit = RELOADED * scored.abs().max()
     if not (scored - same).abs().max() <= limit:  # it changes from call to call, so nothing can be said
