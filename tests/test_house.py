@@ -71,12 +71,13 @@ MAY_IMPORT = {
     "vit": {*SLOTS, "optim", "rng"},
     "data": {"rng", "storage"},
     "record": {"packing", "shapes", "storage", "words"},
+    "augment": {"components"},
     "components": {"shapes"},
     "definitions": set(),
     "trackers": {"record", "storage", "words"},
     "numerics": {"native", "vit"},
     "native": {"attention", "augment", "convolution", "pooling", "reduction", "storage", "tokenizers", "vit"},
-    **{part: set() for part in (*(slot for slot in SLOTS if slot not in ("pooling", "tokenizers")), "augment", "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage", "words")},
+    **{part: set() for part in (*(slot for slot in SLOTS if slot not in ("pooling", "tokenizers")), "convolution", "optim", "optimizers", "packing", "rng", "shapes", "storage", "words")},
 }  # fmt: skip
 # Libraries that may be imported when a file is loaded. A function that needs another one imports it.
 AT_THE_TOP = defaultdict(lambda: {"torch"}, {"data": {"numpy", "torch"}, "augment": {"einops", "torch"}})

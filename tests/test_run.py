@@ -177,9 +177,9 @@ def test_numbers_of_numpy_are_python_numbers(tmp_path):
     assert [(entry.labels, entry.seed) for entry in runs] == [(20, 0), (20, 0), (20, 1), (20, 1)]
     half, two = np.float32(0.5), np.int64(2)
     own = (*augment.photos(half), augment.Warp(rotate=two, crop=(half, np.float64(1)), size=(two, two)), augment.Noise(std=half))
-    own += augment.photo_crops(half, local=two, size=two)
+    own += (*augment.photo_crops(half, local=two, size=two), augment.MultiCrop(first=(partial(at_size, size=two),)))
     same = (*augment.photos(0.5), augment.Warp(rotate=2, crop=(0.5, 1.0), size=(2, 2)), augment.Noise(std=0.5))
-    same += augment.photo_crops(0.5, local=2, size=2)
+    same += (*augment.photo_crops(0.5, local=2, size=2), augment.MultiCrop(first=(partial(at_size, size=2),)))
     assert json.dumps(describe(own)) == json.dumps(describe(same))
     tune = Tune({"dim": np.arange(8, 24, 8), "lr": (np.float32(0.25), 1.0)}, trials=np.int64(4), steps=np.float32(0.5))
     assert json.dumps(tune.plain()) == json.dumps(Tune({"dim": [8, 16], "lr": (0.25, 1.0)}, trials=4, steps=0.5).plain())

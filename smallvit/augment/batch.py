@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from smallvit.components import python_numbers
+
 
 class Batch(NamedTuple):
     """A batch of training images (batch, channels, height, width) with the target probabilities of each image (batch, classes).
@@ -173,21 +175,11 @@ def symmetric_uniform(*shape: int, generator: Generator) -> Tensor:
     return torch.empty(shape, **ON_CPU).uniform_(-1, 1, generator=generator)  # faster than 2 * torch.rand() - 1, and equal
 
 
-def python_number(value: Any) -> Any:
-    """Return a NumPy number as a Python number, which a record can hold, also inside a tuple. Other values are returned as they
-    are.
-    """
-    kind = type(value)
-    if kind is tuple and any(python_number(item) is not item for item in value):
-        return tuple(map(python_number, value))
-    return value.tolist() if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
-
-
 def use_python_numbers(transform: Any):
     """Replace NumPy numbers in the options of a transform by Python numbers, if it is a dataclass."""
     for name in getattr(transform, "__dataclass_fields__", ()):
         value = getattr(transform, name, None)
-        if (number := python_number(value)) is not value:
+        if (number := python_numbers(value)) is not value:
             object.__setattr__(transform, name, number)
 
 

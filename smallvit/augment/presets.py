@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from .batch import Augmentation, python_number
+from smallvit.components import python_numbers
+
+from .batch import Augmentation
 from .color import Blur, Gray, Jitter, Solarize
 from .mix import CutMix, Mixup
 from .multicrop import MultiCrop
@@ -137,7 +139,7 @@ def _checked(preset: str, strength: float, highest: float, reason: str = "") -> 
     name of the function that was called with this strength, such as "photo_crops". The error message begins with this name and
     ends with `reason`, a text that explains the limit.
     """
-    strength = python_number(strength)
+    strength = python_numbers(strength)
     if not isinstance(strength, int | float) or not 0 <= strength <= highest:
         raise ValueError(f"{preset}(strength={strength!r}): expected a number from 0 to {highest}{reason}")
     return strength
