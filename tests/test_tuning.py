@@ -504,6 +504,7 @@ def test_table_shows_the_choice_and_warns_of_an_edge_and_of_a_large_loss():
     assert lines[1].split("  ")[0] == "+SPT" and "lr=0.006, depth=4" in lines[1] and "93.12" in lines[1] and "0.34" in lines[1]
     assert [line for line in lines if "lr=0.006 at the edge of the range" in line] == [line for line in lines if "edge" in line]
     assert sum("0.34 points may be lost" in line for line in lines) == 1
+    assert "1 run, 1 second of training" in table([replace(arm, cost=arm.cost | {"runs": 1, "seconds": 1.4})]).splitlines()
 
 
 # The file

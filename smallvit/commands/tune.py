@@ -221,4 +221,4 @@ def table(arms: Sequence[TunedArm]) -> str:
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)]
     cost = [sum(arm.cost[name] for arm in arms) for name in ("runs", "seconds")]
-    return "\n".join([*lines, f"{how_many(cost[0], 'run')}, {cost[1]:,.0f} seconds of training", *warnings])
+    return "\n".join([*lines, f"{how_many(cost[0], 'run')}, {how_many(round(cost[1]), 'second')} of training", *warnings])
