@@ -657,7 +657,7 @@ def test_unavailable_arms_are_one_line():
 
 def test_superseded_runs_are_named_at_the_top():
     page = markdown(change(PLAIN, "+A", superseded="the default of `ema` has changed."), **PAGE)
-    assert "8 of 16 runs on this page (“+A”) come from an earlier version. The default of \\`ema\\` has changed." in page[:200]
+    assert "8 of 16 runs on this page (“+A”) do not follow the recipe as it is now. The default of \\`ema\\` has changed." in page[:200]
     assert "All 16 runs on this page" in html(change(PLAIN, None, superseded="x"), **PAGE)
 
 

@@ -865,7 +865,7 @@ def test_report_of_settings_that_were_chosen_with_other_ranges_has_a_warning(tmp
         assert (f"warning: the tuned settings in {text}" in captured.err) is changed and "50 labels, tuned" in captured.out
         for suffix in (".md", ".html"):
             page = Path("runs", "other_ranges", f"report{suffix}").read_text().replace("\\", "")
-            start = "4 of 8 runs on this page (“scratch”, “other”) come from an earlier version. The tuned settings in"
+            start = "4 of 8 runs on this page (“scratch”, “other”) do not follow the recipe as it is now. The tuned settings in"
             assert (f"{start} {text}" in page) is changed
     assert main(["status", str(path)]) == 1  # the runs are only in the committed records
     pytest.importorskip("pandas")

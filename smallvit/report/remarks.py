@@ -259,8 +259,9 @@ def how_it_was_timed(records: Sequence[Record]) -> str:
 
 
 def superseded(records: Sequence[Record]) -> str:
-    """Return a text that says how many runs were made with an earlier version of the recipe (the file that lists the runs), and
-    why the recipe no longer contains them. The text is empty if there are no such runs. `records` are the results of the runs.
+    """Return a text that says how many runs do not follow the recipe (the file that lists the runs) as it is now, and why: they
+    come from an earlier version of it, or their settings were tuned with other ranges. The text is empty if there are no such
+    runs. `records` are the results of the runs.
     """
     reasons = [r.superseded for r in records if r.superseded]
     if not reasons:
@@ -269,7 +270,7 @@ def superseded(records: Sequence[Record]) -> str:
     texts = (f"{reason[0].upper()}{reason[1:].rstrip('.')}." for reason in dict.fromkeys(reasons))
     arms = [*dict.fromkeys(r.arm for r in records if r.superseded)]
     names = f" ({', '.join(f'“{arm}”' for arm in arms)})" if len(reasons) < len(records) and len(arms) <= 3 else ""
-    return f"{count} runs on this page{names} come from an earlier version. {' '.join(texts)}"
+    return f"{count} runs on this page{names} do not follow the recipe as it is now. {' '.join(texts)}"
 
 
 def failures(comparison: Comparison, records: Sequence[Record]) -> list[tuple[str, str]]:
