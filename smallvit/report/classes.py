@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from smallvit.record import Record
 from smallvit.verdicts.comparison import Comparison, Condition, condition_of
+from smallvit.verdicts.folds import reliability_of, summed
 
 from .tables import Cell, Table
 
@@ -71,8 +72,8 @@ def confusions(comparison: Comparison, records: Sequence[Record]) -> dict[str, M
     for arm, runs in runs_of_arms(comparison, records).items():
         matrices = [r.confusion for r in runs if r.confusion]
         passes = len(matrices) / (runs[0].folds or 1)
-        if matrices:
-            found[arm] = [[sum(column) / passes for column in zip(*rows)] for rows in zip(*matrices)]
+        if total := summed(matrices):
+            found[arm] = [[count / passes for count in row] for row in total]
     return found
 
 
@@ -84,13 +85,9 @@ def reliabilities(comparison: Comparison, records: Sequence[Record]) -> dict[str
     found = {}
     for arm, runs in runs_of_arms(comparison, records).items():
         diagrams = [r.reliability for r in runs if r.reliability and "ece" in (r.test or {})]
-        if any(bin[0] for diagram in diagrams for bin in diagram):
-            bins = []
-            for parts in zip(*diagrams):
-                images = sum(n for n, _, _ in parts)
-                means = [sum(part[0] * part[column] for part in parts) / images if images else 0.0 for column in (1, 2)]
-                bins.append([images * (runs[0].folds or 1) / len(diagrams), *means])
-            found[arm] = bins
+        bins = reliability_of(diagrams) or []
+        if any(images for images, _, _ in bins):
+            found[arm] = [[images * (runs[0].folds or 1) / len(diagrams), *means] for images, *means in bins]
     return found
 
 
