@@ -325,6 +325,21 @@ def test_runs_of_a_stack_are_not_trained_again_if_one_of_them_diverges(failing, 
     assert fit(runs[failing], folders[failing]).finished  # from the beginning, without a checkpoint of the others
 
 
+def test_stack_of_which_all_runs_diverge_leaves_no_checkpoint(tmp_path, monkeypatch, capsys):
+    runs, folders = seeds_of(SHORT, 2, tmp_path)
+    validate = Training.validate
+
+    def diverge(self):
+        self.loss += float("inf")
+        validate(self)
+
+    with monkeypatch.context() as patch, pytest.raises(FloatingPointError, match="seed 0"):
+        patch.setattr(Training, "validate", diverge)
+        fit_stacked(runs, folders)
+    assert not [*tmp_path.rglob(CHECKPOINT)]
+    assert fit(runs[0], folders[0]).finished and not capsys.readouterr().err
+
+
 def test_stack_continues_if_it_is_killed_between_an_infinite_loss_and_the_next_check(tmp_path, monkeypatch):
     def kill(step, accuracy):
         if step == 12:

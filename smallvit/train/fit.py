@@ -208,7 +208,11 @@ def train_together(members: Sequence[Training], watch: Watch):
     stack = Stack(group, resumed=resumed)
     if not resumed:
         checkpoint.save(group, group[0].checkpoint_file)
-    train(group, stack.train_step, watch)
+    try:
+        train(group, stack.train_step, watch)
+    finally:
+        if all(member.failure for member in group):  # none of them can be continued
+            group[0].checkpoint_file.unlink(missing_ok=True)
     for member in reversed(group):  # the first one last: its file is the checkpoint of the stack
         if member.failure is None:
             checkpoint.save([member], member.checkpoint_file)
