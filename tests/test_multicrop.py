@@ -18,6 +18,7 @@ from smallvit.data import mnist
 
 from smallvit.augment import Batch, Blur, CutMix, Flip, Gray, Jitter, Mixup, MultiCrop, Noise, RandomErasing  # isort: skip
 from smallvit.augment import Solarize, Warp, digit_crops, digits, photo_crops  # isort: skip
+from smallvit.augment.batch import Transform  # isort: skip
 
 MNIST = Path(os.environ.get("SMALLVIT_DATA", "")) / "MNIST" / "raw"
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"needs MNIST and there is none in {MNIST}")
@@ -424,7 +425,7 @@ def test_a_callable_in_a_multicrop_may_return_images_that_must_not_be_overwritte
     assert views[0].shape == (8, 3, 32, 32)
 
 
-def test_a_callable_in_a_multicrop_may_change_the_size():
+def test_a_callable_or_transform_in_a_multicrop_may_change_the_size():
     class Half:
         def __call__(self, batch, generator):
             return batch._replace(images=F.avg_pool2d(batch.images, 2))
@@ -432,6 +433,16 @@ def test_a_callable_in_a_multicrop_may_change_the_size():
         def output_size(self, height, width):
             return height // 2, width // 2
 
-    half = MultiCrop(first=(Half(), Noise()))
-    assert half.table(32) == [("global", 2, (16, 16))]
-    assert augment.apply([half], random_batch(4, 3, 32, 32), seeded()).views[0].shape == (8, 3, 16, 16)
+    class HalfTransform(Transform):
+        output_size = Half.output_size
+
+        def draw(self, shape, generator):
+            return {}
+
+        def change(self, batch, random):
+            return Half()(batch, None)
+
+    for half in (Half(), HalfTransform()):
+        crops = MultiCrop(first=(half, Noise()))
+        assert crops.table(32) == [("global", 2, (16, 16))]
+        assert augment.apply([crops], random_batch(4, 3, 32, 32), seeded()).views[0].shape == (8, 3, 16, 16)

@@ -156,6 +156,13 @@ def changes_parts(transform: Augmentation) -> bool:
     return known and type(transform).__module__.startswith("smallvit.augment.")
 
 
+def size_after(transform: Any, h: int, w: int) -> tuple[int, int]:
+    """Return the (height, width) in pixels of an image after a transform, as its method `output_size` says, if it has one. `h`
+    and `w` are the height and the width before.
+    """
+    return transform.output_size(h, w) if hasattr(transform, "output_size") else (h, w)
+
+
 def _usual(tensor: Tensor) -> Tensor:
     """Return a tensor that can be used to compute gradients, a copy of a tensor that was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor

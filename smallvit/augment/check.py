@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from .batch import Batch, changes_parts
+from .batch import Batch, changes_parts, size_after
 from .mix import CutMix, Mixup, SmoothLabels
 from .multicrop import MultiCrop
 
@@ -79,8 +79,7 @@ def check_changed(transform: Callable, batch: Batch, changed: Any):
             "batch._replace(images=images)"
         )
     b, c, h, w = batch.images.shape
-    size = transform.output_size(h, w) if hasattr(transform, "output_size") else (h, w)  # pyright: ignore
-    expected, targets = (b, c, *size), tuple(batch.targets.shape)
+    expected, targets = (b, c, *size_after(transform, h, w)), tuple(batch.targets.shape)
     if tuple(changed.images.shape) != expected or tuple(changed.targets.shape) != targets:
         raise ValueError(
             f"{name_of(transform)} in augment returned images {tuple(changed.images.shape)} and targets "

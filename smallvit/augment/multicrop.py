@@ -8,7 +8,17 @@ import torch
 from einops import rearrange
 from torch import Generator
 
-from .batch import Batch, Transform, changes_parts, check_batch, concatenate, height_width, is_whole_number, use_python_numbers
+from .batch import (
+    Batch,
+    Transform,
+    changes_parts,
+    check_batch,
+    concatenate,
+    height_width,
+    is_whole_number,
+    size_after,
+    use_python_numbers,
+)
 from .pixels import Flip
 from .warp import Warp, warp_together
 
@@ -75,16 +85,16 @@ class MultiCrop:
         if start is None:
             raise ValueError(f"image_size is {image_size!r}; expected a side in pixels, or (height, width)")
 
-        def size_after(transforms: tuple[Callable, ...]) -> tuple[int, int]:
+        def size_of_view(transforms: tuple[Callable, ...]) -> tuple[int, int]:
             size = start
             for transform in transforms:
-                size = transform.output_size(*size) if hasattr(transform, "output_size") else size
+                size = size_after(transform, *size)
             return size
 
-        first, second = size_after(self.first), size_after(self.first if self.second is None else self.second)
+        first, second = size_of_view(self.first), size_of_view(self.first if self.second is None else self.second)
         if first != second:
             raise ValueError(f"the global views have {first} and {second} pixels; give the Warps of both the same size")
-        return [("global", 2, first)] + [("local", self.local, size_after(self.small))] * (self.local > 0)
+        return [("global", 2, first)] + [("local", self.local, size_of_view(self.small))] * (self.local > 0)
 
     def __call__(self, batch: Batch, *generators: Generator) -> Batch:
         check_batch("MultiCrop", batch, generators)
@@ -146,8 +156,7 @@ def _draw_all(transforms: Sequence[Callable], shape: Sequence[int], generator: G
             drawn.append((transform, None))
         elif not transform.off:
             drawn.append((transform, transform.draw(shape, generator)))
-        if isinstance(transform, Warp):
-            shape = (*shape[:2], *transform.output_size(*shape[2:]))
+        shape = (*shape[:2], *size_after(transform, *shape[2:]))
     return drawn
 
 
