@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import smallvit
-from smallvit import Objective, Optimizer, PatchEmbed, Run, ViT, augment, to_timm
+from smallvit import DINO, DeepEnsemble, Objective, Optimizer, PatchEmbed, Run, ViT, augment, to_timm
 from smallvit.components import MODULES, function, options
 from smallvit.data import Dataset
 from smallvit.native import reason_against, reason_against_block
@@ -68,6 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DINO": {"prototypes": 16, "hidden": 16, "bottleneck": 8},
     "DINO(patches=1)": {"prototypes": 16, "hidden": 16, "bottleneck": 8, "patches": 1.0},
     "Distill(token=True)": {"token": True},
+    "EachMember": {"of": partial(DINO, prototypes=16, hidden=16, bottleneck=8)},
     "LeJEPA": {"hidden": 16},
     "LearnedPrune": {"layers": (0,)},
     "LearnedThresholds": {"merge": 0.2, "prune": 0.8},
@@ -82,6 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # technique -> what it needs in other slots
 TOGETHER = {
     "Distill(token=True)": {"pool": "DistilledTokens"},
+    "EachMember": {"model": "DeepEnsemble"},
     "LearnToPrune": {"reduction": "LearnedPrune"},
     "LearnThresholds": {"reduction": "LearnedThresholds"},
 }
@@ -164,7 +166,7 @@ def run_with(names: Names) -> Run:
     more |= {"augment": augment.digit_crops(local=1, size=12)} if objective.needs_views else {}
     more |= {"init": SMALL} if objective.needs_init else {}
     more |= {"teacher": SMALL} if objective.needs_teacher else {}
-    if part["model"].func is not ViT:
+    if part["model"].func not in (ViT, DeepEnsemble):
         return SMALL.vary(model=part["model"], **more)
     attention = part["attention"]
     if part["position in attention"] is not None:
@@ -173,7 +175,8 @@ def run_with(names: Names) -> Run:
         attention = partial(part["initialization of attention"], attention=attention)
     block = partial(part["block"], activation=part["activation"])
     slots = {slot: part[slot] for slot in ("tokenizer", "position", "reduction", "pool")}
-    return SMALL.vary(attention=attention, block=block, **slots, **more)
+    vit = SMALL.vary(attention=attention, block=block, **slots).model
+    return SMALL.vary(model=vit if part["model"].func is ViT else partial(part["model"], of=vit), **more)
 
 
 # Training

@@ -13,7 +13,7 @@ from smallvit import DINO, Distill, Pixels, Run, Splits, ablate, augment, data, 
 from smallvit.data import Images
 from smallvit.launch.plan import plan
 from smallvit.record import WEIGHTS
-from smallvit.train import fit, loop
+from smallvit.train import fit, load, loop
 
 PIXELS = Pixels((1, 2), 1, 3)  # its features are the pixels
 
@@ -85,7 +85,36 @@ def test_stored_labels_of_unlabelled_images_are_not_used_and_labelled_images_kee
     assert torch.equal(label_spreading(model, labelled, labelled, neighbors=1, alpha=0.01), labelled.labels)
 
 
-@pytest.mark.parametrize("options", [{"neighbors": 0}, {"neighbors": 49}, {"alpha": 1.0}, {"alpha": 0.0}, {"steps": 0}])
+def test_balanced_scores_of_the_classes_are_in_proportion_to_the_labelled_images(monkeypatch):
+    """F of the closed form, rows with sum 1; then one factor for each class. Unequal classes move the border between them."""
+    labelled, unlabelled = random_images(9, 0, [0, 0, 0, 0, 0, 1, 1, 2, 2]), random_images(60, 1)
+    plain = label_spreading(PIXELS, labelled, unlabelled, neighbors=4, alpha=0.9, steps=3_000).numpy()
+    balanced = label_spreading(PIXELS, labelled, unlabelled, neighbors=4, alpha=0.9, steps=3_000, balanced=True).numpy()
+    x = np.concatenate([part.images.numpy().reshape(-1, 2).astype(float) for part in (labelled, unlabelled)])
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    w = np.zeros((69, 69))
+    for i in range(69):
+        for j in np.linalg.norm(x - x[i], axis=1).argsort()[1:5]:
+            w[i, j] = w[j, i] = 1
+    root, y = np.diag(w.sum(0) ** -0.5), np.eye(3)[[0, 0, 0, 0, 0, 1, 1, 2, 2]]
+    f = np.linalg.solve(np.eye(69) - 0.9 * root @ w @ root, np.concatenate([y, np.zeros((60, 3))]))
+    f /= f.sum(1, keepdims=True)
+    factors = np.array([5, 2, 2]) / f.sum(0)
+    assert (f * factors).sum(0) == pytest.approx([5, 2, 2])
+    assert plain.tolist() == f.argmax(1)[9:].tolist()
+    assert balanced.tolist() == (f * factors).argmax(1)[9:].tolist() != plain.tolist()
+
+
+def test_balanced_labels_keep_images_that_no_label_reaches_and_classes_without_labels():
+    first, second, unreachable = arc(0.2, 0.25, 4), arc(0.6, 0.65, 4), arc(1.4, 1.45, 6)
+    labelled = points_as_images([first[0], second[0]], [0, 2])
+    unlabelled = points_as_images([*first[1:], *second[1:], *unreachable])
+    assert label_spreading(PIXELS, labelled, unlabelled, neighbors=2, balanced=True).tolist() == [0] * 3 + [2] * 9
+
+
+@pytest.mark.parametrize(
+    "options", [{"neighbors": 0}, {"neighbors": 49}, {"alpha": 1.0}, {"alpha": 0.0}, {"steps": 0}, {"balanced": 1}]
+)
 def test_out_of_range_options_are_refused(options):
     with pytest.raises(ValueError, match="expected"):
         label_spreading(PIXELS, random_images(9, 0, [0, 1, 2] * 3), random_images(40, 1), **options)
@@ -135,6 +164,30 @@ def test_run_trains_on_pseudo_labels_of_all_images_and_never_sees_their_true_lab
     total = len(digits().train) - 100
     assert calls == [(50, total, [0])] and record.unlabelled == total and record.labels == 50
     assert torch.equal(training["images"].labels, (training["images"].images.sum((1, 2, 3)) % 10).long())
+
+
+def test_without_init_the_teacher_guesses_the_labels_that_another_model_learns(pretrained, tmp_path):
+    run = SHORT.vary(teacher=PRETRAINED, unlabelled=True, pseudo_labels=partial(label_spreading, neighbors=5), depth=2)
+    record = fit(run, tmp_path, teacher=pretrained)
+    data = digits().subset(labels=50, val=100, seed=0)
+    images = digits().subset(labels=None, val=100, seed=0).train
+    training = loop.Training(run, digits(), data, "cpu", teacher=pretrained)
+    guessed = label_spreading(load(pretrained).model, data.train, images, neighbors=5)
+    assert torch.equal(training.images.labels, guessed) and record.unlabelled == len(images) and record.labels == 50
+    assert len(load(tmp_path).model.blocks) == 2
+    with pytest.raises(ValueError, match="the run has a teacher and Supervised takes none"):
+        run.vary(init=SHORT.vary(depth=2))  # then the model of `init` guesses the labels
+
+
+def test_a_teacher_of_a_distilled_run_guesses_the_labels_too(pretrained, tmp_path):
+    teacher = SHORT.vary(init=PRETRAINED)
+    run = SHORT.vary(
+        teacher=teacher, objective=partial(Distill, weight=0.5), unlabelled=True,
+        pseudo_labels=partial(label_spreading, neighbors=5),
+    )  # fmt: skip
+    assert fit(run, tmp_path).finished
+    with pytest.raises(ValueError, match="the teacher has a head that learned from no labels"):
+        run.vary(teacher=PRETRAINED)
 
 
 @pytest.mark.slow
