@@ -74,7 +74,7 @@ class EachMember(Objective):
         images, count = len(batch.images), len(self.parts)
         self.model.check_batch(images)
         views = [torch.stack(each.split(images)).chunk(count, dim=1) for each in batch.views]  # views, images, ...
-        draws = batch.draws or [()] * count
+        draws: Any = batch.draws or [()] * count  # of each member, as `prepare` puts them there
         parts = zip(batch.images.chunk(count), batch.targets.chunk(count), draws)
         return [
             Batch(own, targets, tuple(view[index].flatten(0, 1) for view in views), draws=drawn)

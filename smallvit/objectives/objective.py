@@ -183,7 +183,7 @@ class Objective(nn.Module):
         guesses_labels = run.pseudo_labels is not None and run.init is None  # the teacher, before the first step
         if teacher is not None and not (cls.needs_teacher or guesses_labels):
             raise ValueError(f"the run has a teacher and {name} takes none; remove teacher, or use Distill")
-        if cls.needs_teacher and not (teacher.reads_labels and (teacher.steps or teacher.init)):
+        if teacher is not None and cls.needs_teacher and not (teacher.reads_labels and (teacher.steps or teacher.init)):
             raise ValueError("the teacher has a head that learned from no labels; expected a run that trains on labels")
         if run.unlabelled and cls.needs_labels and teacher is None and run.pseudo_labels is None:
             raise ValueError(f"unlabelled=True but {name} reads labels; use DINO, MAE, Distill with a teacher or pseudo_labels")
