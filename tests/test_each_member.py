@@ -178,11 +178,12 @@ def test_collapse_of_one_member_is_seen():
         (lambda: EachMember(ensemble(), of=partial(EachMember, of=DINO)), "of is EachMember; expected an objective"),
         (lambda: EachMember(ensemble(), of="DINO"), "of is 'DINO'; expected an objective without labels"),
         (lambda: EachMember(ensemble(), of=SMALL_DINO)(batch(7), 0.0), "a batch of 7 images cannot be divided among 2"),
+        (lambda: EachMember(ensemble(), of=SMALL_DINO)(batch(8, views=False), 0.0), "EachMember compares views and the batch has none"),
         (lambda: PRETRAINED.vary(objective=partial(EachMember, of=Supervised)), "of is Supervised"),
         (lambda: PRETRAINED.vary(objective=partial(EachMember, of=MAE)), "augment makes views and MAE reads none"),
         (lambda: PRETRAINED.vary(objective=EachMember), "of"),
     ],
-    ids=["no ensemble", "labels", "nested", "text", "batch", "run with labels", "views without need", "no objective"],
+    ids=["no ensemble", "labels", "nested", "text", "batch", "no views", "run with labels", "views without need", "no objective"],
 )
 def test_what_cannot_be_trained_is_refused(build, message):
     with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ from smallvit.augment import Batch
 from smallvit.components import function, options
 
 from .collapse import Observation
-from .objective import LearningRate, Objective, check_batch
+from .objective import LearningRate, Objective, check_batch, check_views
 
 
 class EachMember(Objective):
@@ -36,7 +36,7 @@ class EachMember(Objective):
     """
 
     needs_labels = False
-    needs_views = True  # if those of the members do: `check_run` asks them
+    needs_views = True  # if that of a member does, which `check_run` asks
     stackable = False
 
     def __init__(self, model: nn.Module, *, of: Callable[..., Any]):
@@ -52,7 +52,7 @@ class EachMember(Objective):
         super().__init__(evaluated)
         self.parts: Any = nn.ModuleList(parts)
         self.trained = [ensemble]  # a list hides the weights from nn.Module: they are also those of the parts
-        self.second_pass = parts[0].second_pass
+        self.needs_views, self.second_pass = parts[0].needs_views, parts[0].second_pass
 
     @classmethod
     def check_run(cls, run: Any):
@@ -73,6 +73,8 @@ class EachMember(Objective):
         check_batch(type(self).__name__, batch)
         images, count = len(batch.images), len(self.parts)
         self.model.check_batch(images)
+        if self.needs_views:
+            check_views(type(self).__name__, batch)
         views = [torch.stack(each.split(images)).chunk(count, dim=1) for each in batch.views]  # views, images, ...
         draws: Any = batch.draws or [()] * count  # of each member, as `prepare` puts them there
         parts = zip(batch.images.chunk(count), batch.targets.chunk(count), draws)
