@@ -46,7 +46,8 @@ Limits    One model, and one length of training, chosen at 1,000 labels: with al
           nothing says which part of the settings is needed. The arms were trained with different versions of smallvit and in
           different precision; the recipe `deformations` compares stroke widths in another ViT. No ensemble was trained. The
           goals come from results of other methods, with other draws of labelled digits. The learning rate is that of an earlier
-          recipe and was not tuned for this model.
+          recipe and was not tuned for this model. After the runs, twice this rate was tried with stroke widths, 100 labels and
+          4,800 steps: 95.95% on validation images in place of 96.20%.
 """
 
 from functools import partial

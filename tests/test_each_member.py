@@ -14,7 +14,9 @@ from smallvit import (
     DeepEnsemble,
     EachMember,
     LeJEPA,
+    Objective,
     Run,
+    ScheduleFree,
     Supervised,
     augment,
     digits,
@@ -26,7 +28,7 @@ from smallvit import (
     load,
 )
 from smallvit.augment import Batch
-from smallvit.objectives import Observation
+from smallvit.objectives import Observation, Unlabelled
 from smallvit.objectives.collapse import collapse_kind, collapse_statistics
 
 SMALL_DINO = partial(DINO, prototypes=8, hidden=16, bottleneck=8, layers=1, neighbors=2, settle=0.0, koleo=0.1)
@@ -153,6 +155,56 @@ def test_interrupted_training_of_members_continues_with_the_same_weights(tmp_pat
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+class Own(Objective):
+    """Features near a number that `prepare` adds to the batch. Nothing is observed."""
+
+    needs_labels = False
+
+    def prepare(self, batch):
+        return batch._replace(teacher_logits=(batch.images.mean((1, 2, 3)),))
+
+    def forward(self, batch, progress):
+        (goal,) = batch.teacher_logits
+        return {"loss": (self.model.features(batch.images).mean(1) - goal).square().mean()}
+
+
+class NeedsTeacher(Own):
+    needs_teacher = True
+
+
+class MoreImages(Own):
+    unlabelled = Unlabelled(1, ((),))
+
+
+def test_own_objective_of_a_member_keeps_what_it_adds_to_its_batch():
+    whole, together = batch(8, views=False), EachMember(ensemble(), of=Own)
+    alone = [Own(member) for member in ensemble().members]
+    expected = sum(
+        one(one.prepare(Batch(images, targets)), 0.0)["loss"]
+        for one, images, targets in zip(alone, whole.images.chunk(2), whole.targets.chunk(2))
+    )
+    assert_close(together(together.prepare(whole), 0.0)["loss"], expected)
+    assert together.observed is None and together.phase(0.5) is None
+
+
+def test_a_member_of_dino_has_the_phase_of_dino():
+    together = EachMember(ensemble(), of=SMALL_DINO)
+    assert together.phase(0.5) == (SMALL_DINO(ensemble().members[0]).phase(0.5),) * 2
+
+
+@pytest.mark.parametrize(("of", "averaged"), [(MAE, True), (LeJEPA, True), (SMALL_DINO, False)], ids=["MAE", "LeJEPA", "DINO"])
+def test_schedule_free_averages_members_that_are_trained_themselves(of, averaged, tmp_path):
+    views = () if of is MAE else VIEWS
+    run = PRETRAINED.vary(
+        objective=partial(EachMember, of=of), augment=views, optimizer=ScheduleFree, schedule="constant"
+    )
+    if averaged:
+        assert fit(run, tmp_path, validation_only=True).finished
+    else:
+        with pytest.raises(ValueError, match="evaluates another model than the one it trains"):
+            fit(run, tmp_path, validation_only=True)
+
+
 def test_sam_takes_both_passes_of_a_step_with_the_same_draws(tmp_path):
     run = PRETRAINED.vary(objective=partial(EachMember, of=MAE), augment=(), optimizer=SAM)
     assert fit(run, tmp_path, validation_only=True).finished
@@ -174,16 +226,19 @@ def test_collapse_of_one_member_is_seen():
     ("build", "message"),
     [
         (lambda: EachMember(TINY_VIT((8, 8), 1, 10), of=DINO), "the model is a ViT; use DeepEnsemble"),
-        (lambda: EachMember(ensemble(), of=Supervised), "of is Supervised; expected an objective without labels"),
+        (lambda: EachMember(DeepEnsemble, of=DINO), "the model of EachMember is the class DeepEnsemble"),
+        (lambda: EachMember(ensemble(), of=NeedsTeacher), "of is NeedsTeacher; expected an objective that needs no labels and no other"),
+        (lambda: EachMember(ensemble(), of=MoreImages), "MoreImages needs images beside the batch"),
+        (lambda: EachMember(ensemble(), of=Supervised), "of is Supervised; expected an objective that needs no labels"),
         (lambda: EachMember(ensemble(), of=partial(EachMember, of=DINO)), "of is EachMember; expected an objective"),
-        (lambda: EachMember(ensemble(), of="DINO"), "of is 'DINO'; expected an objective without labels"),
+        (lambda: EachMember(ensemble(), of="DINO"), "of is 'DINO'; expected an objective that needs no labels"),
         (lambda: EachMember(ensemble(), of=SMALL_DINO)(batch(7), 0.0), "a batch of 7 images cannot be divided among 2"),
         (lambda: EachMember(ensemble(), of=SMALL_DINO)(batch(8, views=False), 0.0), "EachMember compares views and the batch has none"),
         (lambda: PRETRAINED.vary(objective=partial(EachMember, of=Supervised)), "of is Supervised"),
         (lambda: PRETRAINED.vary(objective=partial(EachMember, of=MAE)), "augment makes views and MAE reads none"),
         (lambda: PRETRAINED.vary(objective=EachMember), "of"),
     ],
-    ids=["no ensemble", "labels", "nested", "text", "batch", "no views", "run with labels", "views without need", "no objective"],
+    ids=["no ensemble", "a class", "teacher", "more images", "labels", "nested", "text", "batch", "no views", "run with labels", "views without need", "no objective"],
 )
 def test_what_cannot_be_trained_is_refused(build, message):
     with pytest.raises(ValueError, match=message):

@@ -18,7 +18,21 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from toys import TINY_VIT
 
-from smallvit import DINO, MeanTokens, Merge, Projected, Run, ShiftedPatchEmbed, SmallCNN, Supervised, augment, digits
+from smallvit import (
+    DINO,
+    DeepEnsemble,
+    EachMember,
+    MeanTokens,
+    Merge,
+    Projected,
+    Run,
+    ShiftedPatchEmbed,
+    SmallCNN,
+    Supervised,
+    augment,
+    digits,
+    label_spreading,
+)
 from smallvit import record as records
 from smallvit.augment import Batch
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, read_record
@@ -36,6 +50,13 @@ RUNS = {
     "slots": SHORT.vary(tokenizer=partial(ShiftedPatchEmbed, patch=2), pool=MeanTokens, reduction=partial(Merge, r=2), ema=0.0),
     "class weights": SHORT.vary(objective=partial(Supervised, class_weight="balanced"), clip=0.0),
     "dropout": SHORT.vary(dropout=0.1),
+    "guessed labels": SHORT.vary(
+        teacher=SHORT.vary(
+            model=partial(DeepEnsemble, of=TINY_VIT, count=2), objective=partial(EachMember, of=partial(DINO, prototypes=16)),
+            augment=augment.digit_crops(local=0), unlabelled=True, batch=16, steps=4, ema=0.0,
+        ),
+        unlabelled=True, pseudo_labels=label_spreading, objective=partial(Supervised, class_weight="balanced"),
+    ),
 }
 SHARED = {  # fields of a record that do not depend on rounding
     "fingerprint", "run", "seed", "status", "steps", "images_seen", "subset_sha256", "data_sha256", "params", "macs", "device", "threads", "init_weights", "tokens", "stacked",
@@ -125,7 +146,7 @@ def test_two_processes_have_the_weights_and_the_record_of_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, processes", [("init", 2), ("slots", 4), ("class weights", 2)])
+@pytest.mark.parametrize("name, processes", [("init", 2), ("slots", 4), ("class weights", 2), ("guessed labels", 2)])
 def test_several_processes_have_the_weights_and_the_record_of_one(name, processes, tmp_path):
     assert_as_one_process(name, tmp_path, processes)
 

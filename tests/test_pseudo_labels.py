@@ -9,7 +9,22 @@ import torch
 from safetensors.torch import load_file
 from toys import TINY_VIT, tiny_vit
 
-from smallvit import DINO, Distill, Pixels, Run, Splits, ablate, augment, data, digits, knn, label_spreading
+from smallvit import (
+    DINO,
+    DeepEnsemble,
+    Distill,
+    EachMember,
+    Pixels,
+    Run,
+    Splits,
+    ablate,
+    arrays,
+    augment,
+    data,
+    digits,
+    knn,
+    label_spreading,
+)
 from smallvit.data import Images
 from smallvit.launch.plan import plan
 from smallvit.record import WEIGHTS
@@ -177,6 +192,24 @@ def test_without_init_the_teacher_guesses_the_labels_that_another_model_learns(p
     assert len(load(tmp_path).model.blocks) == 2
     with pytest.raises(ValueError, match="the run has a teacher and Supervised takes none"):
         run.vary(init=SHORT.vary(depth=2))  # then the model of `init` guesses the labels
+
+
+@pytest.mark.parametrize("field", ["teacher", "init"])
+@pytest.mark.parametrize("ensemble", [False, True], ids=["one model", "ensemble"])
+def test_the_head_of_a_model_that_learned_no_labels_may_have_other_classes(field, ensemble, tmp_path):
+    model = partial(DeepEnsemble, of=TINY_VIT, count=2) if ensemble else TINY_VIT
+    pixels, labels = digits().train.images[:, 0].numpy(), digits().train.labels.numpy()
+    for name, classes in (("two", 2), ("ten", 10)):
+        np.savez(tmp_path / f"{name}.npz", images=pixels[:200], labels=labels[:200] % classes)
+    two, ten = (partial(arrays, path=str(tmp_path / f"{name}.npz"), test=0.2) for name in ("two", "ten"))
+    objective = partial(DINO, prototypes=16, hidden=16, bottleneck=8)
+    pretrained = PRETRAINED.vary(
+        data=two, model=model, objective=partial(EachMember, of=objective) if ensemble else objective, labels=None, val=20
+    )
+    run = SHORT.vary(
+        data=ten, model=model, labels=50, val=20, unlabelled=True, pseudo_labels=label_spreading, **{field: pretrained}
+    )
+    assert fit(run, tmp_path / "run", validation_only=True).finished
 
 
 def test_a_teacher_of_a_distilled_run_guesses_the_labels_too(pretrained, tmp_path):

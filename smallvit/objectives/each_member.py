@@ -12,7 +12,7 @@ from smallvit.augment import Batch
 from smallvit.components import function, options
 
 from .collapse import Observation
-from .objective import LearningRate, Objective, check_batch, check_views
+from .objective import LearningRate, Objective, check_batch, check_model, check_views
 
 
 class EachMember(Objective):
@@ -22,17 +22,16 @@ class EachMember(Objective):
 
         Run(model=partial(DeepEnsemble, of=vit, count=2), objective=partial(EachMember, of=DINO), batch=2 * 64, ...)
 
-    Members that start from other weights and see other images make other mistakes. The features of the ensemble are those of
-    its members, side by side. On digits, labels that are spread by these features (`label_spreading`) are right more often than
-    by the features of one member. The ensemble costs as much as its members together.
+    The members start from different weights and see different images, so they make different mistakes. The features of the
+    ensemble are those of its members, side by side. The ensemble costs as much as its members together.
 
     The loss is the sum of the losses of the members, so each member gets the gradient that it would get alone.
 
     Off      `count=1` of the ensemble: the loss and the gradients are those of `of`.
-    Departs  The members are independent, except for the limit of the gradient's norm (`Run.clip`) and the step of `SAM`, which
-             they share. If the features of one member collapse, the whole run stops.
-    Raises   ValueError for a model that is not an ensemble, for an objective that needs labels or another run, and for a batch
-             that cannot be divided among the members.
+    Departs  The members are independent, except for the limit of the gradient's norm (`Run.clip`), the step of `SAM`, and the
+             partners of `Mixup` and `CutMix`, which they share. If the features of one member collapse, the whole run stops.
+    Raises   ValueError for a model that is not an ensemble, for an objective that needs labels, another run or other images,
+             and for a batch that cannot be divided among the members.
     """
 
     needs_labels = False
@@ -41,14 +40,19 @@ class EachMember(Objective):
 
     def __init__(self, model: nn.Module, *, of: Callable[..., Any]):
         check_objective_of_member(of)
+        check_model(type(self).__name__, model)
         if not getattr(model, "divides_batches", False):
             raise ValueError(
                 f"EachMember trains the members of an ensemble, and the model is a {type(model).__name__}; use DeepEnsemble"
             )
         ensemble: Any = model
         parts = [of(member) for member in ensemble.members]
-        evaluated = copy.deepcopy(ensemble)
-        evaluated.members = nn.ModuleList(part.model for part in parts)
+        if parts[0].unlabelled is not None:
+            raise ValueError(f"{type(parts[0]).__name__} needs images beside the batch; expected an objective without them")
+        evaluated = ensemble
+        if any(part.model is not member for part, member in zip(parts, ensemble.members)):  # as DINO evaluates its teacher
+            evaluated = copy.deepcopy(ensemble)
+            evaluated.members = nn.ModuleList(part.model for part in parts)
         super().__init__(evaluated)
         self.parts: Any = nn.ModuleList(parts)
         self.trained = [ensemble]  # a list hides the weights from nn.Module: they are also those of the parts
@@ -76,28 +80,32 @@ class EachMember(Objective):
         if self.needs_views:
             check_views(type(self).__name__, batch)
         views = [torch.stack(each.split(images)).chunk(count, dim=1) for each in batch.views]  # views, images, ...
-        draws: Any = batch.draws or [()] * count  # of each member, as `prepare` puts them there
-        parts = zip(batch.images.chunk(count), batch.targets.chunk(count), draws)
-        return [
-            Batch(own, targets, tuple(view[index].flatten(0, 1) for view in views), draws=drawn)
-            for index, (own, targets, drawn) in enumerate(parts)
-        ]
+        parts = zip(batch.images.chunk(count), batch.targets.chunk(count))
+        return [Batch(*own, tuple(view[index].flatten(0, 1) for view in views)) for index, own in enumerate(parts)]
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with what each member draws for the step. The training loop calls this method before each step."""
-        drawn: Any = tuple(part.prepare(own).draws for part, own in zip(self.parts, self.divide(batch)))
-        return batch._replace(draws=drawn)
+        """Return the batch with its parts in `draws`, each with what the objective of its member adds. The training loop calls
+        this method before each step.
+        """
+        prepared: Any = tuple(part.prepare(own) for part, own in zip(self.parts, self.divide(batch)))
+        return batch._replace(draws=prepared)
+
+    def phase(self, progress: float) -> Any:
+        """Return what the members compute from `progress`, the finished fraction of the run; see `Objective.phase`."""
+        phases = tuple(part.phase(progress) for part in self.parts)
+        return None if phases[0] is None else phases
 
     def forward(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Return a dict with the sum of the losses of the members under the key "loss". `progress` is the finished fraction of
         the training run, from 0 to 1. Raise ValueError for a batch that cannot be divided among the members.
         """
         losses = []
-        for part, own in zip(self.parts, self.divide(batch)):
+        for part, own in zip(self.parts, batch.draws or self.divide(batch)):
             part.second_pass = self.second_pass
             losses.append(part(own, progress)["loss"])
-        features, targets = zip(*(part.observed for part in self.parts))
-        self.observed = Observation(torch.stack(features), None if targets[0] is None else torch.stack(targets))
+        if all(part.observed for part in self.parts):
+            features, targets = zip(*(part.observed for part in self.parts))
+            self.observed = Observation(torch.stack(features), None if targets[0] is None else torch.stack(targets))
         return {"loss": torch.stack(losses).sum()}
 
     def before_step(self, progress: float):
@@ -126,6 +134,9 @@ class EachMember(Objective):
 def check_objective_of_member(of: Any):
     """Raise ValueError unless `of` is the class of an objective without labels, or a `partial` of one."""
     kind = function(of) if callable(of) else of
-    if not (isinstance(kind, type) and issubclass(kind, Objective)) or kind.needs_labels or issubclass(kind, EachMember):
+    fits = isinstance(kind, type) and issubclass(kind, Objective) and not issubclass(kind, EachMember)
+    if not fits or kind.needs_labels or kind.needs_init or kind.needs_teacher:
         name = getattr(kind, "__name__", repr(kind))
-        raise ValueError(f"of is {name}; expected an objective without labels, such as partial(DINO, ...) or MAE")
+        raise ValueError(
+            f"of is {name}; expected an objective that needs no labels and no other run, such as partial(DINO, ...) or MAE"
+        )

@@ -236,7 +236,7 @@ def how_to_read(comparison: Comparison, records: Sequence[Record] = ()) -> list[
     Costs are medians over {units} and include pretraining. A cost that differs from the baseline's{control} by more than 5% is
     marked.
     Extra labels are validation labels that were used to choose something, labels of the trials that tuned the settings, and
-    labels of an earlier run that the arm starts from. Labels of trials outside the recipe are not counted.
+    labels of an earlier run that the arm needs. Labels of trials outside the recipe are not counted.
     """
     return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip())]
 

@@ -257,8 +257,7 @@ def prepare_training(
         remove_leftovers(folder)
         places = dependency_folders(run, folder, {"init": init, "teacher": teacher})
         options = {"device": device, "numerics": numerics, "validation_only": validation_only, "reads": reads}
-        names = {field: Tags(tags.recipe, f"{field} of {tags.arm}", "dependency", tags.baseline) for field in places}
-        trained = [fit(run.dependencies[field], place, tags=names[field], **options) for field, place in places.items()]
+        trained = train_earlier_runs(run, places, tags, **options)
         record = new_record(run, tags)  # first, so that it names the code that is running
         data, subset = load_data(run)
         if not validation_only:
@@ -311,6 +310,14 @@ def prepare_training(
             return done
 
         yield training, close
+
+
+def train_earlier_runs(run: Run, places: Mapping[str, Path], tags: Tags, **options: Any) -> list[Record]:
+    """Train the earlier runs that a run needs, unless they have finished, and return their records. `places` are their folders,
+    by field ("init", "teacher"), `tags` is the place of the run in the comparison, and `options` are those of `fit`.
+    """
+    names = {field: Tags(tags.recipe, f"{field} of {tags.arm}", "dependency", tags.baseline) for field in places}
+    return [fit(run.dependencies[field], place, tags=names[field], **options) for field, place in places.items()]
 
 
 def dependency_folders(run: Run, folder: Path, given: dict[str, str | Path | None]) -> dict[str, Path]:

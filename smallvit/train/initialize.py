@@ -1,5 +1,6 @@
 """Initialization: the objective before its first step, with new weights, or weights from another run or from elsewhere."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from smallvit.run import Run, fingerprint
 from smallvit.shapes import printable
 from smallvit.storage import file_sha256, parse_json
 from smallvit.vit import initialize
+
+HEAD = re.compile(r"(members\.\d+\.)?head\.")  # names of weights of the head, also of a member of an ensemble
 
 
 def initial_objective(
@@ -43,7 +46,7 @@ def initial_objective(
         teacher_model = run.teacher.model(spec.size, spec.channels, len(spec.classes))
         if teacher is not None:
             report = load_from_run(teacher_model, teacher, fingerprint(run.teacher))
-            if report["missing"]:
+            if report["missing"] and run.learns_from_teacher:
                 raise ValueError(f"the teacher was trained on other classes; expected those of {spec.name}")
             hashes.append(report["sha256"])
     torch.manual_seed(stream(run.seed, "init", "objective"))
@@ -62,7 +65,7 @@ def load_from_run(model: nn.Module, folder: Path, run_hash: str) -> dict:
     """
     file, expected = WeightsFile(folder, run_hash), shapes_of(model)
     found = file.shapes
-    heads = [name for name in found if name.startswith("head.") and name in expected]
+    heads = [name for name in found if HEAD.match(name) and name in expected]
     new_head = [name for name in heads if found[name] != expected[name]]
     found = {name: shape for name, shape in found.items() if name not in new_head}
     missing = [name for name in expected if name not in found]

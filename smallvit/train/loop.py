@@ -192,8 +192,7 @@ class Training:
         started = time.perf_counter()
         self.images = self.training_images(data, teacher_model)
         self.pool = self.unlabelled_images(data)
-        if run.reads_labels and self.label_mask:  # not the sizes of classes whose labels are hidden
-            self.objective.set_class_counts(self.images.labels.bincount(minlength=len(self.spec.classes)))
+        self.count_classes()
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         self.step, self.seconds, self.loss = 0, time.perf_counter() - started, torch.zeros((), device=self.device)
         self.curve: list[list] = []  # [step, mean loss since the last check, validation accuracy]
@@ -224,6 +223,11 @@ class Training:
         self.ema_pairs = tensor_pairs(self.ema_model, model) if self.ema_model is not None else []
         self.buffer_owners = [module for module in model.modules() if module._buffers] if self.ema_pairs else []
         self.buffers = buffers_of(self.buffer_owners)
+
+    def count_classes(self):
+        """Tell the objective how many training images each class has, unless their labels are hidden from the run."""
+        if self.run.reads_labels and self.label_mask:
+            self.objective.set_class_counts(self.images.labels.bincount(minlength=len(self.spec.classes)))
 
     def training_images(self, data: Dataset, teacher: nn.Module | None) -> Images:
         """Return the images on which the run is trained, moved to its device. `data` is the data set. Without `run.unlabelled`,

@@ -34,9 +34,20 @@ from smallvit.objectives import Supervised
 from smallvit.optimizers import SAM
 from smallvit.record import Record
 from smallvit.run import Run
+from smallvit.storage import locked
 
 from . import checkpoint
-from .fit import NO_TAGS, Tags, fit, load_data, prepare_training, training_allowed
+from .fit import (
+    NO_TAGS,
+    Tags,
+    dependency_folders,
+    finished_record,
+    fit,
+    load_data,
+    prepare_training,
+    train_earlier_runs,
+    training_allowed,
+)
 from .loop import Training, Watch, train
 from .own_numbers import changed_number, numbers_of, own_parts
 
@@ -53,6 +64,7 @@ def fit_parallel(
     device: str = "cpu",
     watch: Watch = lambda step, accuracy: None,
     init: str | Path | None = None,
+    teacher: str | Path | None = None,
     numerics: Numerics = DEFAULT,
     validation_only: bool = False,
     reads: str | Path | None = None,
@@ -62,8 +74,8 @@ def fit_parallel(
 
     The weights agree with those of `fit` up to rounding. A run that was interrupted continues from its checkpoint. With the
     same number of processes, it ends with bitwise the same weights as an uninterrupted one. An earlier run that the run needs
-    is trained by the first process alone; to train it in parallel too, train it first, and give its folder as `init`. In a
-    script that was started without `torchrun`, this function does the same as `fit`.
+    is trained by the first process alone; to train it in parallel too, train it first, and give its folder as `init` or
+    `teacher`. In a script that was started without `torchrun`, this function does the same as `fit`.
 
     device     "cpu", "cuda" (one GPU for each process on a machine) or "auto"
     watch      called in the first process only
@@ -77,13 +89,18 @@ def fit_parallel(
     folder, options = Path(folder), {"numerics": numerics, "validation_only": validation_only, "reads": reads}
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if processes == 1:
-        return fit(run, folder, tags=tags, device=device, watch=watch, init=init, **options)
+        return fit(run, folder, tags=tags, device=device, watch=watch, init=init, teacher=teacher, **options)
     check_divisible(run, processes)
-    with joined(device) as own_device, training_allowed():
+    own_device, places = device_of_this_process(device), dependency_folders(run, folder, {"init": init, "teacher": teacher})
+    if not dist.is_initialized() and os.environ.get("RANK") == "0":  # before the processes are connected: see `joined`
+        with locked(folder / ".lock"):
+            if finished_record(run, folder, validation_only) is None:
+                train_earlier_runs(run, places, tags, device=own_device, **options)
+    with joined(own_device), training_allowed():
         if dist.get_rank():
-            record = follow(run, folder, own_device, init, numerics)
+            record = follow(run, places, own_device, numerics)
         else:
-            record = lead(prepare_training(run, folder, tags, own_device, init, None, **options), watch)
+            record = lead(prepare_training(run, folder, tags, own_device, init, teacher, **options), watch)
     return record
 
 
@@ -112,10 +129,8 @@ def check_divisible(run: Run, processes: int):
         raise ValueError(f"batch={run.batch} cannot be divided equally among {processes} processes; try batch={nearest}")
 
 
-@contextmanager
-def joined(device: str) -> Iterator[str]:
-    """Context manager that connects this process with the others that `torchrun` has started. It yields the device of this
-    process. If the script has connected them already, this connection is used and stays.
+def device_of_this_process(device: str) -> str:
+    """Return the device of this process: "cpu", or its own GPU. `device` is the parameter of `fit_parallel`.
 
     Raises ValueError for an unknown device, or if there are more processes than GPUs.
     """
@@ -129,6 +144,16 @@ def joined(device: str) -> Iterator[str]:
             raise ValueError(f"process {number + 1} on this machine needs a GPU of its own; found {torch.cuda.device_count()}")
         own = f"cuda:{number}"
         torch.cuda.set_device(own)
+    return own
+
+
+@contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Context manager that connects this process, which uses `device`, with the others that `torchrun` has started. If the
+    script has connected them already, this connection is used and stays.
+
+    Inside it, the first process must not train by DINO: lightly's loss would wait for the other processes.
+    """
     started_here = not dist.is_initialized()
     if started_here:
         # PyTorch imports this module later, and the defaults of its functions then keep the group of processes that exists. It
@@ -136,10 +161,10 @@ def joined(device: str) -> Iterator[str]:
         from torch.distributed.nn import functional  # noqa: F401
 
         store, rank, processes = next(rendezvous("env://", timeout=PATIENCE))
-        backend = "cpu:gloo,cuda:nccl" if own != "cpu" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device != "cpu" else "gloo"
         own_store = store_of_this_start(store, rank, processes)
         dist.init_process_group(backend, store=own_store, rank=rank, world_size=processes, timeout=PATIENCE)
-    yield own
+    yield
     if started_here:  # not after an error: the others could be in the middle of an operation, and torchrun ends them
         dist.destroy_process_group()
 
@@ -189,17 +214,18 @@ def lead(prepared: AbstractContextManager, watch: Watch) -> Record:
     return share(record)
 
 
-def follow(run: Run, folder: Path, device: str, init: str | Path | None, numerics: Numerics) -> Record:
+def follow(run: Run, places: dict[str, Path], device: str, numerics: Numerics) -> Record:
     """Train a run together with the first process, from the state that this one sends, and return the record (results) that it
-    has written. This is the part of the other processes, which write nothing. The parameters are those of `fit_parallel`.
+    has written. This is the part of the other processes, which write nothing. `places` are the folders of earlier runs, by
+    field ("init", "teacher"). The other parameters are those of `fit_parallel`.
     """
     state = share()
     if state is not None:
         with sealed_test_images("a run reads them only when it is scored"), full_float32():
-            place = Path(init or folder / "init") if "init" in run.dependencies else None
-            training = Training(run, *load_data(run), device, place, None, numerics)
+            training = Training(run, *load_data(run), device, places.get("init"), places.get("teacher"), numerics)
             checkpoint.restore(training, torch.load(io.BytesIO(state), map_location=device, weights_only=True))
             training.images.labels.copy_(share())  # pseudo-labels are computed, and could round differently
+            training.count_classes()
             check_images_are_independent(training)
             while training.step < run.steps:
                 train_step(training)

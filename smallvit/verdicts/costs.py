@@ -36,7 +36,7 @@ def costs_of(records: Sequence[Record]) -> dict[str, float | None]:
 def extra_labels(record: Record) -> int:
     """Return how many labels a run used in addition to the labels of its training images. `record` holds the results of the
     run. Extra labels are validation labels for choices such as early stopping, labels of the trials that tuned its settings,
-    and labels that an earlier run, whose weights it uses, had beyond its own.
+    and labels that an earlier run, which it needs, had beyond its own.
     """
     earlier = record.pretraining or {}
     before = earlier.get("labels") or 0
