@@ -2,7 +2,7 @@
 
 objective.py   Objective: the base class
 teacher.py     TeacherObjective: the base class of DINO and Data2Vec
-each_member.py EachMember: training without labels for each member of a deep ensemble
+each_member.py  EachMember: training without labels for each member of a deep ensemble
 supervised.py  Supervised: cross-entropy with labels
 distill.py     Distill: labels and a trained teacher
 reduce.py      LearnToPrune, LearnThresholds: train a token reduction in a trained model
