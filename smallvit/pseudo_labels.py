@@ -34,8 +34,8 @@ def label_spreading(
     alpha        weight of the neighbors' labels, relative to the known label, between 0 and 1
     steps        number of iterations
     balanced     True: at the end, the scores of each class are multiplied by one factor, so that the sum of the scores of each
-                 class is in proportion to its number of labelled images. It helps where classes are as frequent among the
-                 unlabelled images as among the labelled ones
+                 class is in proportion to its number of labelled images. This assumes that the classes are as frequent
+                 among the unlabelled images as among the labelled ones
     of, layers, norm   which features of the model to use, as in `features`
 
     An image that no label reaches in `steps` iterations gets the label of the most similar labelled image. Time and memory grow

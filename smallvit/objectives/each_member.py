@@ -22,7 +22,7 @@ class EachMember(Objective):
 
         Run(model=partial(DeepEnsemble, of=vit, count=2), objective=partial(EachMember, of=DINO), batch=2 * 64, ...)
 
-    The members start from different weights and see different images, so they make different mistakes. The features of the
+    The members start from different weights and see different images, so their mistakes may differ. The features of the
     ensemble are those of its members, side by side. The ensemble costs as much as its members together.
 
     The loss is the sum of the losses of the members, so each member gets the gradient that it would get alone.
