@@ -46,7 +46,7 @@ def test_read_of_the_test_images_by_a_component_of_a_recipe_fails(leak, validati
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_training_on_the_test_images_fails(stacked, tmp_path, monkeypatch):
-    monkeypatch.setattr(Training, "training_images", lambda self, data: data.test.open())
+    monkeypatch.setattr(Training, "training_images", lambda self, data, teacher: data.test.open())
     with pytest.raises(ValueError, match="test images are sealed"):
         if stacked:
             fit_stacked([SHORT, SHORT.at_seed(1)], [tmp_path / "0", tmp_path / "1"], validation_only=True)
