@@ -73,12 +73,10 @@ def label_spreading(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the number of steps is fixed
         spreading.fit(x, labels)
-    result = torch.from_numpy(spreading.transduction_).long()
-    if balanced:
-        scores, classes = spreading.label_distributions_, spreading.classes_
-        known = np.bincount(labelled.labels.numpy())[classes]
-        result = torch.from_numpy(classes[(scores * (known / scores.sum(0))).argmax(1)]).long()
-    missed = torch.from_numpy(spreading.label_distributions_.sum(1) == 0).nonzero()[:, 0]
+    scores, classes = spreading.label_distributions_, spreading.classes_
+    factors = np.bincount(labelled.labels.numpy())[classes] / scores.sum(0) if balanced else 1.0
+    result = torch.from_numpy(classes[(scores * factors).argmax(1)]).long()
+    missed = torch.from_numpy(scores.sum(1) == 0).nonzero()[:, 0]
     result[missed] = labelled.labels[(torch.from_numpy(x[missed.numpy()]) @ torch.from_numpy(x[: len(labelled)]).T).argmax(1)]
     return result[len(labelled) :]
 

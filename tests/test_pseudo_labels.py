@@ -49,10 +49,8 @@ def arc(start: float, end: float, n: int) -> list[np.ndarray]:
     return [250 * np.array([np.cos(a), np.sin(a)]) for a in np.linspace(start, end, n)]
 
 
-@pytest.mark.parametrize(("neighbors", "alpha"), [(1, 0.9), (3, 0.5), (5, 0.99)])
-def test_labels_equal_the_closed_form_of_the_paper(neighbors, alpha):
+def scores_of_the_paper(labelled: Images, unlabelled: Images, neighbors: int, alpha: float) -> np.ndarray:
     """F* = (1 - alpha)(I - alpha S)^-1 Y (Zhou et al., equation 3), S = D^-1/2 W D^-1/2, W by a loop over all pairs."""
-    labelled, unlabelled = random_images(9, 0, [0, 1, 2] * 3), random_images(40, 1)
     x = np.concatenate([part.images.numpy().reshape(-1, 2).astype(float) for part in (labelled, unlabelled)])
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     n, w = len(x), np.zeros((len(x), len(x)))
@@ -61,8 +59,14 @@ def test_labels_equal_the_closed_form_of_the_paper(neighbors, alpha):
             w[i, j] = w[j, i] = 1
     root = np.diag(w.sum(0) ** -0.5)
     y = np.zeros((n, 3))
-    y[range(9), labelled.labels] = 1
-    f = (1 - alpha) * np.linalg.solve(np.eye(n) - alpha * root @ w @ root, y)
+    y[range(len(labelled)), labelled.labels] = 1
+    return (1 - alpha) * np.linalg.solve(np.eye(n) - alpha * root @ w @ root, y)
+
+
+@pytest.mark.parametrize(("neighbors", "alpha"), [(1, 0.9), (3, 0.5), (5, 0.99)])
+def test_labels_equal_the_closed_form_of_the_paper(neighbors, alpha):
+    labelled, unlabelled = random_images(9, 0, [0, 1, 2] * 3), random_images(40, 1)
+    f = scores_of_the_paper(labelled, unlabelled, neighbors, alpha)
     unique = (f.max(1) > np.sort(f, 1)[:, -2] + 1e-9)[9:]  # with one neighbor, no label reaches some images
     result = label_spreading(PIXELS, labelled, unlabelled, neighbors=neighbors, alpha=alpha, steps=3_000).numpy()
     assert unique.sum() >= 15 and (result == f.argmax(1)[9:])[unique].all()
@@ -100,19 +104,12 @@ def test_stored_labels_of_unlabelled_images_are_not_used_and_labelled_images_kee
     assert torch.equal(label_spreading(model, labelled, labelled, neighbors=1, alpha=0.01), labelled.labels)
 
 
-def test_balanced_scores_of_the_classes_are_in_proportion_to_the_labelled_images(monkeypatch):
-    """F of the closed form, rows with sum 1; then one factor for each class. Unequal classes move the border between them."""
+def test_balanced_scores_of_the_classes_are_in_proportion_to_the_labelled_images():
+    """Rows of F with sum 1, then one factor for each class. Unequal classes move the border between them."""
     labelled, unlabelled = random_images(9, 0, [0, 0, 0, 0, 0, 1, 1, 2, 2]), random_images(60, 1)
     plain = label_spreading(PIXELS, labelled, unlabelled, neighbors=4, alpha=0.9, steps=3_000).numpy()
     balanced = label_spreading(PIXELS, labelled, unlabelled, neighbors=4, alpha=0.9, steps=3_000, balanced=True).numpy()
-    x = np.concatenate([part.images.numpy().reshape(-1, 2).astype(float) for part in (labelled, unlabelled)])
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
-    w = np.zeros((69, 69))
-    for i in range(69):
-        for j in np.linalg.norm(x - x[i], axis=1).argsort()[1:5]:
-            w[i, j] = w[j, i] = 1
-    root, y = np.diag(w.sum(0) ** -0.5), np.eye(3)[[0, 0, 0, 0, 0, 1, 1, 2, 2]]
-    f = np.linalg.solve(np.eye(69) - 0.9 * root @ w @ root, np.concatenate([y, np.zeros((60, 3))]))
+    f = scores_of_the_paper(labelled, unlabelled, 4, 0.9)
     f /= f.sum(1, keepdims=True)
     factors = np.array([5, 2, 2]) / f.sum(0)
     assert (f * factors).sum(0) == pytest.approx([5, 2, 2])
