@@ -1,6 +1,8 @@
 """Impulse initialization of attention: the neighbors that heads attend to, the paper's equations, other slots, refusals."""
 
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from smallvit import (
     SinCos2d,
     TalkingHeadsAttention,
     ViT,
+    attention_maps,
     impulse_start,
     initialize,
     mimetic_start,
@@ -45,6 +48,24 @@ def test_each_head_attends_to_one_neighbor_of_each_patch():
                 for column in range(4):
                     if 0 <= row + down < 4 and 0 <= column + right < 4:
                         assert maps[head, row, column, row + down, column + right] > 0.98
+
+
+@pytest.mark.parametrize("dim, heads, patch", [(64, 4, 7), (64, 4, 4), (192, 3, 4)])
+def test_attention_to_the_intended_patch_is_that_of_the_page(dim, heads, patch):
+    page = (Path(__file__).parents[1] / "docs/techniques/impulse_start.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| width {dim}, {heads} heads, patch {patch} \| .*", page, re.M)[0].split(" | ")
+    side, inner = 28 // patch, slice(1, -1)
+    shares = torch.zeros(heads)
+    for seed in range(8):
+        model = initialize(small_vit(tokenizer=partial(PatchEmbed, patch=patch), dim=dim, heads=heads, depth=1), seed)
+        maps = attention_maps(model, torch.zeros(1, 1, 28, 28))[0][0, :, 1:, 1:].unflatten(1, (side, side))
+        for head, (down, right) in enumerate(NEIGHBORS[:heads]):
+            own = maps[head].unflatten(-1, (side, side)).roll((-down, -right), (2, 3))  # the intended patch lies on the diagonal
+            shares[head] += torch.einsum("rcrc->rc", own)[inner, inner].mean() / 8
+    itself, neighbor = ([float(number) for number in re.findall(r"[\d.]+", cell)] for cell in row[3:5])
+    assert shares[0].item() == pytest.approx(itself[0], abs=0.01)
+    assert shares[1:].min().item() == pytest.approx(neighbor[0], abs=0.01)
+    assert shares[1:].max().item() == pytest.approx(neighbor[-1], abs=0.01)
 
 
 def test_heads_take_the_neighbors_in_the_order_of_the_paper():
