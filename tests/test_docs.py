@@ -19,7 +19,7 @@ import pytest
 import torch
 from toys import load_script, slow_after
 
-from smallvit import Pixels, digits
+from smallvit import Pixels, Run, augment, digits, objectives
 from smallvit.__main__ import main, parser
 from smallvit.ablation import with_dependencies
 from smallvit.recipe import load_recipe, recipe_files
@@ -168,6 +168,20 @@ def commands(page: Path) -> list[str]:
 def test_commands_have_existing_options(page):
     for command in commands(page):
         parser().parse_args(shlex.split(command, comments=True))
+
+
+def test_page_names_all_transforms_and_objectives_that_are_refused():
+    page = (DOCS / "howto" / "combine_slots.md").read_text(encoding="utf-8").partition("## Which augmentation")[2]
+    may_change_digits = [name for name in augment.__all__ if hasattr(getattr(augment, name), "force")]
+    digits_part, _, erasing = page.partition("`force=True`")
+    assert len(may_change_digits) == 3 and all(f"`{name}`" in digits_part for name in may_change_digits)
+    refusing = []
+    for name in objectives.__all__:
+        try:
+            Run(objective=getattr(objectives, name), augment=(augment.RandomErasing(),))
+        except ValueError as error:
+            refusing += [name] * ("black rectangles" in str(error))
+    assert refusing and refusing == [name for name in objectives.__all__ if f"`{name}`" in erasing]
 
 
 def test_guide_for_the_command_line_shows_every_command_and_option_of_run():
