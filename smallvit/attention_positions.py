@@ -67,6 +67,7 @@ class RelativeBias(nn.Module):
              has its own biases; timm supports one class token, and none together with the network. From the output of the
              network, 8 is subtracted, so that the logits of patches do not start above those of prefix tokens. The cosine
              attention of Swin v2 is left out.
+    Raises   ValueError, when it is called, if the places are not those of all tokens but the prefix tokens.
     """
 
     def __init__(

@@ -92,7 +92,8 @@ class Projected(nn.Module):
     Departs  GELU, as in the heads of DINO; the paper has ReLU. All layers of the MLP stay in the model; the paper fine-tunes
              from the first layer of its head.
 
-    Raises   ValueError for a training batch of one image, of which BatchNorm cannot compute a variance.
+    Raises   ValueError for a training batch of one image, of which BatchNorm cannot compute a variance, for `hidden` below 1,
+             and for negative `layers`.
     """
 
     def __init__(self, dim: int, *, pool: Callable = MeanTokens, hidden: int = 256, layers: int = 2):

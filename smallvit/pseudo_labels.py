@@ -30,7 +30,7 @@ def label_spreading(
     """Return an estimated label for each of the `unlabelled` images, as int64 (label spreading). The known labels of the
     `labelled` images spread to images with similar features. The `model` computes the features.
 
-    neighbors   two images are connected if one is among this many nearest neighbors of the other, by cosine similarity
+    neighbors    two images are connected if one is among this many nearest neighbors of the other, by cosine similarity
     alpha        weight of the neighbors' labels, relative to the known label, between 0 and 1
     steps        number of iterations
     balanced     True: at the end, the scores of each class are multiplied by one factor, so that the sum of the scores of each

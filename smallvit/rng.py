@@ -1,15 +1,24 @@
 """Random streams: each random draw of a run depends only on (seed, name, step), never on earlier draws.
 
 A generator that is passed around couples all its users: one more parameter in the model would change the order of the batches.
-Here each draw has a stream of its own name. Enabling a technique therefore leaves the labeled subset, the batch order, the
+Here each draw has a stream of its own name. Enabling a technique therefore leaves the labelled subset, the batch order, the
 augmented pixels and the initial weights of all shared layers byte-identical, and a resumed run needs no generator state.
 
-Names in use: `subset` (which images are labeled and, if the data has no validation images, which ones validate), `subset/class`
-(the order in which the classes take turns to get a label), `subset/group` (the order in which groups are taken for validation),
-`val` (which of the data's own validation images), `few_shot` (the images of a few-shot probe), `order` (batches), `augment`
-(pixels), `init` (weights; those of an objective are `init/objective`) and `dropout` (draws inside a training step, beginning
-with the patches that an objective masks). `unlabelled` is the seed of the streams for unlabelled images that a step sees beside
-the labelled ones: `order`, and `view` (pixels of their first and second view).
+Names in use:
+
+subset         which images are labelled and, if the data has no validation images, which ones validate
+subset/class   the order in which the classes take turns to get a label
+subset/group   the order in which groups are taken for validation
+val            which of the data's own validation images are used
+few_shot       the images of a few-shot probe
+order          the batches
+augment        the pixels
+init           the weights; those of an objective are `init/objective`
+dropout        draws inside a training step, beginning with the patches that an objective masks
+
+`unlabelled` is the seed of the streams for unlabelled images that a step sees beside the labelled ones: `order`, and `view`
+(the pixels of their first and second view).
+
 The fixed test split of `digits()` is independent of the run: it is drawn like a subset, as `digits/test` with seed 0. So is the
 held-out part of your own images: it is drawn as `test/group` with seed 0.
 """

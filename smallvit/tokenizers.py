@@ -31,8 +31,8 @@ class PatchEmbed(nn.Module):
 
     Paper    ViT, arXiv:2010.11929.
     Departs  An image that the patches do not tile is refused; timm's `dynamic_img_pad` pads it.
-    Raises   ValueError for `linear` with a kernel other than the patch, a kernel that cannot be centered on the patch, and
-             images that are not normalized floats (b, channels, h, w).
+    Raises   ValueError for patches that do not tile the image, `linear` with a kernel other than the patch, a kernel that
+             cannot be centered on the patch, and images that are not normalized floats (b, channels, h, w).
     """
 
     def __init__(self, image: Image, channels: int, dim: int, *, patch: int, kernel: int | None = None, linear: bool = False):

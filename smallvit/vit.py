@@ -49,7 +49,7 @@ class Block(nn.Module):
     the probability to skip a branch for a whole image (stochastic depth, arXiv:1603.09382). `layer_scale` is the initial factor
     of each channel of a branch (CaiT, arXiv:2103.17239), None for none.
 
-    Raises   ValueError for an unknown `activation`, and for a `drop_path` or a `dropout` outside [0, 1).
+    Raises   ValueError for an unknown `activation`, a negative `mlp_ratio`, and a `drop_path` or `dropout` outside [0, 1).
     """
 
     def __init__(

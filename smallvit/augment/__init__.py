@@ -12,7 +12,8 @@ presets.py     digits, photos, strong_digits, strong_photos, digit_crops, photo_
 A transform is any callable `(batch, generator) -> batch`. The transforms here are frozen dataclasses of plain values, so that
 a run can be described, compared and rebuilt. They work on the device of the batch. All random numbers are drawn on the CPU,
 only from the given generator: one seed gives the same pixels on every device, up to rounding. The attribute
-`unsafe_for_digits` is None, or a sentence that says why the transform can make the label of a digit wrong.
+`unsafe_for_digits` is None, or a sentence that says why the transform can make the label of a digit wrong. An option out of its
+range raises ValueError.
 
 Shapes: b images, c channels, h x w pixels, k classes.
 """

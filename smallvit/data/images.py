@@ -32,6 +32,8 @@ class DataSpec:
     `size` is (height, width) in pixels. `mean` and `std` have one number for each channel, for pixels in [0, 1].
     `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label, as for digits and letters.
     `dtype` is the type of the stored pixels: "uint8" for 0 to 255, which stand for 0 to 1, or "float32".
+
+    Raises   ValueError for another number of means or standard deviations than channels, and for a standard deviation of 0.
     """
 
     name: str

@@ -70,6 +70,8 @@ def emnist(split: str = "letters", root: str | None = None) -> Dataset:
     """Return one part of the data set EMNIST: images of handwritten characters, 28 x 28 pixels. `split` is the name of the
     part, such as "letters" or "digits". It is downloaded if a file is missing. `root` is the folder of downloaded data sets, by
     default the environment variable SMALLVIT_DATA, else a cache folder.
+
+    Raises ValueError for another `split`.
     """
     from torchvision.datasets import EMNIST
 

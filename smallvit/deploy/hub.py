@@ -33,7 +33,7 @@ def share(
     """Write a folder with which other people can use a trained model, or upload it to the Hugging Face Hub. Return the path of
     the folder, or the address of the page on the hub.
 
-        smallvit.share("runs/quickstart/50/SPT/seed0-1a2b3c4d", "hf:user/name", license="mit")
+        smallvit.share("runs/quickstart/50/+SPT/seed0-1a2b3c4d", "hf:user/name", license="mit")
 
     The folder holds the weights (`model.safetensors`), the settings and results (`record.json`), a model card (`README.md`) and
     `config.json` with the hashes of these files. `smallvit.load` loads it. Pictures of training images, group numbers of test

@@ -28,7 +28,7 @@ class Ensemble(ImageClassifier):
     """Several trained models that predict together: the probability of a class is the mean of the probabilities of all models.
     `models` is a list of `TrainedModel` objects, for example the runs of one arm with different seeds.
 
-        ensemble = smallvit.load_all("runs/quickstart/50/SPT")
+        ensemble = smallvit.load_all("runs/quickstart/50/+SPT")
         ensemble.predict(["one.png", "two.png"])        # names of classes
         ensemble.predict_proba(pixels)                  # probabilities, shape (images, classes)
 
@@ -57,7 +57,7 @@ class Ensemble(ImageClassifier):
 
 def load_all(folders: str | Path | Iterable[str | Path]) -> Ensemble:
     """Return an `Ensemble` of the trained models of several finished runs. `folders` is a list of folders of runs, or one
-    folder that contains them, such as "runs/quickstart/50/SPT".
+    folder that contains them, such as "runs/quickstart/50/+SPT".
 
     Raises ValueError for anything but folders, if no run has finished there, if one cannot be loaded (see `load`), and for one
     folder whose runs differ in more than the seed.

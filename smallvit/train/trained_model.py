@@ -86,7 +86,7 @@ class TrainedModel(ImageClassifier):
     """A trained model together with the preprocessing of its images. It predicts the classes of new images. The function `load`
     creates this object from the folder of a finished run.
 
-        trained = smallvit.load("runs/quickstart/200/scratch/seed0-1a2b3c4d")
+        trained = smallvit.load("runs/quickstart/50/scratch/seed0-1a2b3c4d")
         trained.predict(["one.png", "two.png"])         # names of classes
         trained.predict_proba(pixels)                   # probabilities, shape (images, classes)
 
@@ -160,7 +160,7 @@ def load(folder: str | Path) -> TrainedModel:
     `folder` may also be a folder that `smallvit share` has written, or the address of one on the Hugging Face Hub, such as
     "hf:user/name" or "hf:user/name@revision". Only safetensors and JSON files are read.
 
-    If the run uses components of your own recipe, import the recipe first: `smallvit.load_recipe(path)`. A shared model with
+    If the run uses components of your own recipe, load the recipe first: `smallvit.load_recipe(path)`. A shared model with
     such components is refused.
 
     Raises ValueError if no run has finished in `folder`, for files that are damaged or of another run, and for a model on the
