@@ -402,7 +402,8 @@ def attend(
     if size is not None and size.requires_grad:
         return attend_with_size_gradient(q * scale, k, v, size, mask, dropout, bias), None
     if fused is None:
-        fused = q.device.type != "cpu" or q.shape[-2] >= (128 if q.dtype == torch.float32 else 512)
+        n = q.shape[-2]  # no int in a trace or an export for images of any size, in which the choice would hold for all sizes
+        fused = q.device.type != "cpu" or not isinstance(n, int) or n >= (128 if q.dtype == torch.float32 else 512)
     if fused:
         bias = logit_bias(size, mask, bias)
         bias = None if bias is None else bias.to(q.dtype)

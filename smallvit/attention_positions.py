@@ -119,11 +119,11 @@ class RelativeBias(nn.Module):
         """
         if self.table is not None:
             return self.table
-        axes = [
-            [math.copysign(math.log2(1 + abs(8 * offset / max(own - 1, 1))) / 3, offset) for offset in range(1 - side, side)]
-            for side, own in zip(grid, self.grid)
-        ]
-        scaled = torch.cartesian_prod(*(self.weight1.new_tensor(axis) for axis in axes)).unflatten(0, [len(a) for a in axes])
+        axes = []
+        for side, own in zip(grid, self.grid):  # as tensors, because a trace or an export keeps no other numbers variable
+            offset = torch.arange(1 - side, side, dtype=torch.float64, device="cpu")
+            axes.append((((8 * offset / max(own - 1, 1)).abs() + 1).log2() / 3).copysign(offset).to(self.weight1))
+        scaled = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1)
         hidden = F.linear(scaled, self.weight1, self.bias1).relu()
         return (16 * F.linear(hidden, self.weight2).sigmoid() - 8).permute(2, 0, 1)
 

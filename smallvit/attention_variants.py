@@ -138,7 +138,11 @@ class SigmoidAttention(Attention):
         q, k, v = split_heads(self.qkv(x), self.heads)
         q, key = self.q_norm(q), self.k_norm(k)
         q, k, bias = apply_position(self, q, key, places)
-        log_n = math.log(x.shape[1]) if size is None else size.sum(-1).log()[:, None, None, None]
+        if size is None:
+            n = x.shape[1]  # no int in a trace or an export for images of any size
+            log_n = math.log(n) if isinstance(n, int) else torch.ones(n, dtype=torch.float32, device=x.device).sum().log()
+        else:
+            log_n = size.sum(-1).log()[:, None, None, None]
         logits = q * self.scale @ k.transpose(-2, -1) - log_n
         attention_map = (logits if bias is None else logits + bias).sigmoid()
         if size is not None:

@@ -546,3 +546,24 @@ def test_positions_inside_attention_tell_moved_patches_apart(attention, position
     for slot, told_apart in ((attention, False), (located, True)):
         model = randomize(tiny_vit(attention=slot, position=None, pool=MeanTokens), 0.4).eval()
         assert torch.allclose(model(images), model(moved), atol=1e-5) is not told_apart
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated")
+@pytest.mark.parametrize(
+    "make",
+    slow_after(1, [
+        SigmoidAttention, partial(Attention, position=partial(RelativeBias, std=0.5, hidden=8)), LocalityAttention,
+        TalkingHeadsAttention, DifferentialAttention, partial(Attention, position=Rotary),
+    ]),
+    ids=option_id,
+)  # fmt: skip
+def test_exported_and_traced_models_take_images_of_any_size(make):
+    """Also of sizes with so many tokens that another kernel would be chosen."""
+    model = randomize(tiny_vit(attention=make, depth=1), 0.4).eval()
+    sides = {axis: 2 * torch.export.Dim(f"side{axis}", min=2, max=20) for axis in (2, 3)}
+    exported = torch.export.export(model, (torch.randn(2, 1, 12, 8),), dynamic_shapes=(sides,)).module()
+    traced = torch.jit.trace(model, torch.randn(2, 1, 12, 8))
+    for size in ((8, 8), (12, 16), (24, 28)):
+        images = torch.randn(2, 1, *size)
+        for own in (exported, traced):
+            assert_close(own(images), model(images), 1e-5)
