@@ -1111,6 +1111,7 @@ REFUSED = [
         lambda: ScheduleFree([{"params": []}]).check_objective(LearnThresholds(TINY_VIT((8, 8), 1, 10, reduction=LearnedThresholds))),
         "LearnThresholds limits weights after each step",
     ),
+    (lambda: Muon([{"params": [nn.Parameter(torch.ones(2, 2))], "parts": [1, 1]}]), "1 parameters with 2 numbers in 'parts'; expected one"),
     (lambda: Muon(nn.Linear(2, 2).parameters()), "Muon got parameters that are not in groups with 'parts'; expected smallvit.optim"),
     (lambda: SAM([*nn.Linear(2, 2).parameters()]), "SAM got parameters that are not in groups with 'decays'"),
     (lambda: optimized(SAM)[1].step(lambda: 0.0), r"SAM.step got a closure; expected none: call two_passes"),

@@ -74,10 +74,18 @@ class Muon(AdamW):
             raise ValueError(f"Muon is for linear layers inside blocks and {name} has none to train; use AdamW")
 
     def add_param_group(self, param_group: dict):
-        """Add a group of parameters, a dict as in torch. Without the entry "parts", AdamW trains them."""
+        """Add a group of parameters, a dict as in torch. Without the entry "parts", AdamW trains them.
+
+        Raises ValueError if "parts" does not have one number for each parameter.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group.setdefault("parts", [0] * len(group["params"]))
+        parameters, parts = len(group["params"]), len(group.setdefault("parts", [0] * len(group["params"])))
+        if parts != parameters:
+            raise ValueError(
+                f"Muon got a group of {parameters} parameters with {parts} numbers in 'parts'; expected one for each: remove "
+                "the numbers of removed parameters too, or freeze parameters (requires_grad=False) before decay_groups"
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
