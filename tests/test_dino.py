@@ -18,6 +18,7 @@ from smallvit import augment
 from smallvit.attention import Attention
 from smallvit.augment import Batch, MultiCrop, Warp
 from smallvit.objectives import DINO
+from smallvit.objectives.dino_parts import image_hashes
 from smallvit.objectives.mae import pixels_of_patches
 from smallvit.pooling import MeanTokens, Projected
 from smallvit.reduction import Merge, Prune
@@ -281,6 +282,17 @@ def test_the_teacher_has_no_dropout_in_a_loop_that_never_calls_train():
     model.train()
     dino = DINO(model, **SMALL)
     assert dino.training and torch.equal(dino.model.features(batch.views[0]), dino.model.features(batch.views[0]))
+
+
+def test_image_is_recognized_in_a_batch_of_another_size():
+    """Several threads add up the pixels of one large image otherwise than those of several images."""
+    images, threads = torch.rand(24, 3, 224, 224), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        alone = torch.cat([image_hashes(image[None]) for image in images])
+        assert alone.tolist() == image_hashes(images).tolist() and len(alone.unique()) == 24
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_neighbors_are_found_in_half_precision():

@@ -123,8 +123,9 @@ def image_hashes(images: Tensor) -> Tensor:
     """
     flat = images.flatten(1)
     flat = (flat.cpu() if flat.device.type == "mps" else flat).double()  # Apple's GPUs have no float64
-    sums = (flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()).sum(1)
-    return sums.view(torch.int64).to(images.device)  # the same bits; a model in half precision keeps integers as they are
+    products = flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device).sin()
+    # added up as integers, because the rounding of a sum of floats may depend on the number of images
+    return products.view(torch.int64).sum(1).to(images.device)  # a model in half precision keeps integers as they are
 
 
 class PatchTerm(nn.Module):
