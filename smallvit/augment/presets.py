@@ -89,7 +89,8 @@ def digit_crops(strength: float = 1.0, *, local: int = 4, size: int | tuple[int,
     The views are never mirrored and never without ink.
 
     The two global views show 0.7 to 1 of the image's area. The `local` views show 0.2 to 0.5 of it, at `size` pixels (one side,
-    or height and width). The deformation is that of `digits`; the strength does not change the crops.
+    or height and width), about half of those of an image: 16 is for 28 pixels. The deformation is that of `digits`; the
+    strength does not change the crops.
     """
     strength = _checked("digit_crops", strength, 1.5, UNREADABLE)
     (warp,) = digits(strength)
