@@ -37,7 +37,7 @@ def find_recipe(name: str) -> Path:
     Raises ValueError if there is none, with a similar name: of the Python files in that folder first, then of the available
     recipes.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     for file in (path, path.parent / f"{path.name}.py"):
         if file.suffix == ".py" and file.exists():
             return file
@@ -80,13 +80,14 @@ def load_recipe(path: str | Path, *, tuned: bool = True, old_options: bool = Fal
     Raises ValueError, naming the line, if the import fails, and if the file defines no list RUNS as `ablate` returns it. Raises
     ValueError if the tuned settings are not those of this recipe.
     """
-    module = import_recipe(Path(path).resolve())
+    path = Path(path).expanduser()
+    module = import_recipe(path.resolve())
     runs = module.DECLARED
     if tuned and any(entry.tune is not None for entry in runs):
         from smallvit.tuning import with_tuned
 
         runs = with_tuned(runs, path, old_options)
-        check_comparable(runs, Path(path).name)
+        check_comparable(runs, path.name)
     module.RUNS = list(runs)
     return module
 

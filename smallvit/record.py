@@ -335,7 +335,7 @@ def read_records(path: str | Path) -> list[Record]:
     Raises ValueError, with the file or the number of the line, if a record is damaged or was written by another version of
     smallvit, and if a folder has no record.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.is_dir():
         found = [read_record(file.parent) for file in sorted(path.rglob(RECORD))]
         if not found:

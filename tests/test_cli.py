@@ -23,11 +23,12 @@ from smallvit import LocalityAttention, PatchEmbed, Run, ViT, ablate, accuracy, 
 from smallvit.__main__ import joined, main, parser
 from smallvit.commands import report
 from smallvit.commands.run import EXCLUDED, NEEDED
-from smallvit.launch import autotune, plan
+from smallvit.launch import autotune, launch, plan
 from smallvit.launch.results import record_failure, tags
 from smallvit.numerics import DEFAULT, Numerics
 from smallvit.recipe import check_comparable, find_recipe, load_recipe, only, recipe_files
 from smallvit.record import RECORD, WEIGHTS, Record, read_record, read_records, write_record, write_records
+from smallvit.report import records
 from smallvit.train.fit import new_record
 from smallvit.train.loop import Training
 from smallvit.verdicts import compare
@@ -120,6 +121,18 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     shown = capsys.readouterr()
     assert "scratch at 20 labels, seed 0: not trained, because the recipe has changed: settings: batch was 8 and is 9" in shown.out
     assert "training" not in shown.err and "NOT verified" in shown.out
+
+
+def test_home_folder_in_the_paths_of_a_recipe_and_of_its_runs(workdir, monkeypatch):
+    monkeypatch.setenv("HOME", str(workdir / "home"))
+    Path("home").mkdir()
+    Path("mine.py").rename("home/mine.py")
+    assert main(["run", "~/mine.py", "--out=~/runs", "--only", "seed=0", "labels=20", "arm=scratch", "--jobs", "1"]) == 0
+    main(["report", "~/mine.py", "--out=~/runs", "--csv=~/table.csv"])
+    assert len(records("~/mine.py", "~/runs")) == len(read_records("~/runs/mine")) == 1
+    chosen = only(load_recipe("~/mine.py").RUNS, ["seed=0", "labels=20", "arm=scratch"])
+    launch(chosen, "~/runs", recipe="mine", show=lambda record: pytest.fail("a finished run was trained again"))
+    assert Path("home/table.csv").is_file() and os.listdir(workdir) == ["home"], "a folder with the name ~ was made"
 
 
 @pytest.mark.slow

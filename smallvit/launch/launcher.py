@@ -73,6 +73,7 @@ def launch(
                  data that cannot be read, have changed, or have no test images (unless `validation_only`), and for a damaged
                  file of the reads of test images.
     """
+    out = Path(out).expanduser()
     if engine is None:
         check_device(device)
     if stack < 1:

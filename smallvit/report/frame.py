@@ -59,7 +59,7 @@ def records(recipe: str | Path, out: str | Path = "runs") -> "DataFrame":
     except ImportError as error:
         raise ValueError("records needs pandas, which is not installed; install it with: pip install pandas") from error
     path = find_recipe(str(recipe))
-    stored, note = stored_records(Path(out) / path.stem)
+    stored, note = stored_records(Path(out).expanduser() / path.stem)
     before, now = [(record, "committed") for record in committed(path)], [(record, "runs") for record in stored]
     if note:
         warnings.warn(note, stacklevel=2)
