@@ -491,6 +491,8 @@ def test_another_number_of_processes_and_no_imagenet_change_a_plan_that_was_foun
     [
         (["nowhere"], "there is no folder .*nowhere"),
         (["shapes", "--minutes", "1"], "--minutes is 1; expected at least 2"),
+        (["shapes", "--minutes", "nan"], "--minutes is nan; expected at least 2"),
+        (["shapes", "--minutes", "inf"], "--minutes is inf; expected at least 2.* and no infinite number"),
         (["shapes", "--digits", "--photos"], "got --digits and --photos"),
         (["few"], "needs at least 8 of each class"),
     ],

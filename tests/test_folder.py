@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import unicodedata
 import warnings
 import zlib
@@ -705,6 +706,17 @@ def test_prediction_on_files_gives_exactly_the_training_pixels(tmp_path, options
     assert torch.equal(preprocess(arrays), preprocess(train.pixels()))
     sixteen = (arrays * 65535).round().astype(np.uint16)
     assert (preprocess.pixels(sixteen) - train.pixels()).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_pipe_with_the_name_of_an_image_is_named_and_not_waited_for(tmp_path):
+    pipe = write_class_folders(tmp_path) / "cat" / "pipe.png"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=[b""], daemon=True)  # waits for a reader, so that none waits for it
+    writer.start()
+    assert "cat/pipe.png cannot be read as an image (it is a pipe, and no file)" in error_of(tmp_path, folds=2)
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # ends the writer
+    writer.join()
 
 
 def test_home_folder_in_the_path_of_an_image(tmp_path, monkeypatch):

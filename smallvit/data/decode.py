@@ -76,6 +76,8 @@ def _load(source: Any, pixels: str, name: str) -> tuple[Any, bool]:
         return _read_dicom(file, pixels, name), False
     opened: Any
     try:
+        if file and file.is_fifo():  # to open it would wait for a program that writes into it
+            raise ValueError("it is a pipe, and no file")
         # not Image.open(file): from a path, Pillow maps some TIFF files into memory, and scrambles those that lie on their side
         with (
             file.open("rb") if file else nullcontext() as stream,

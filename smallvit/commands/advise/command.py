@@ -1,6 +1,7 @@
 """smallvit advise: read a folder of images, try techniques for a given time, and write an answer and a trained model."""
 
 import argparse
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +38,10 @@ def main(options: argparse.Namespace) -> int:
     folder, out = Path(options.folder).expanduser(), Path(options.into)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder.absolute()}; expected one with a folder of images for each class")
-    if options.minutes < FEWEST_MINUTES:
+    if not FEWEST_MINUTES <= options.minutes < math.inf:
         raise ValueError(
-            f"--minutes is {options.minutes:g}; expected at least {FEWEST_MINUTES}, and 15 or more for a reliable answer"
+            f"--minutes is {options.minutes:g}; expected at least {FEWEST_MINUTES}, 15 or more for a reliable answer, and no "
+            "infinite number"
         )
     if options.digits and options.photos:
         raise ValueError("got --digits and --photos; expected one of them, or none to let smallvit guess")
