@@ -458,3 +458,12 @@ def test_records_of_the_new_recipe_are_folds(tmp_path):
     records = [fit(run.with_steps(lambda steps: 2), tmp_path / f"{run.seed}") for run in runs]
     assert [record.seed for record in records] == [*range(5)] and {record.folds for record in records} == {5}
     assert sum(record.test_images for record in records) == 40 and records[0].pool_images == 40
+
+
+@pytest.mark.filterwarnings("error")
+def test_files_that_are_not_read_are_named_once_in_plain_words(estimates, capsys):
+    gray()
+    Path("gray/circle/phone.heic").write_bytes(b"no image")
+    assert main(["new", "shapes.py", "--data", "gray", "--quick"]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "heic" in line]
+    assert line.startswith("note: ") and line.endswith("formats are not read: 1 .heic; convert them, for example to PNG")
