@@ -416,7 +416,7 @@ STRONGEST = "tokenizer of CCT, Muon, deformations and stroke widths, 9,600 steps
 UNLABELLED = "two DINOs with 49 tokens, label spreading, then a new ViT"
 # labels, whether unlabelled images are used -> the recipe and arm of the highest mean, and how it was made
 BEST = {
-    (10, False): ("few_and_many", "CCT tokenizer", "tokenizer of CCT, deformations"),
+    (10, False): ("leave_one_out", "SwiGLU added", "tokenizer of CCT, Muon, deformations and SwiGLU, 4,800 steps"),
     (10, True): ("records_unlabelled", "two DINOs", UNLABELLED),
     (100, False): ("records", "small ViT (stroke widths)", STRONGEST),
     (100, True): ("records_unlabelled", "two DINOs", UNLABELLED),
