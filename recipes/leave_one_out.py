@@ -15,7 +15,11 @@ Expected  The baseline reaches 95.8% at 100 labels and 98.5% at 1,000. Every par
           without deformations by two points, without convolutions by 0.7, with a quarter of the steps by 0.6, and with AdamW by
           0.2, which is inconclusive. At 100 labels it is worse without deformations by 12 points and without convolutions by
           two, and the other two are inconclusive. SwiGLU gains less than on a plain ViT, 0.2 points, and is inconclusive. The
-          small CNN, which is trained for as long, has the same mean as the baseline. Written before the runs.
+          small CNN, which is trained for as long, has the same mean as the baseline. Written before the runs. 10 and 10,000
+          labels were added when the results at 1,000 were known. Expected before their runs: 78% at 10 labels, with losses of
+          35 points without deformations, of 10 without convolutions and of four with a quarter of the steps; and 99.2% at
+          10,000, with losses of 0.6 points without deformations, of 0.4 with a quarter of the steps and of 0.25 without
+          convolutions. AdamW and SwiGLU are inconclusive at both. The small CNN reaches 68% at 10 labels and 99.15% at 10,000.
 
 Found     The baseline reaches 98.53%, as expected. Only two parts are shown to be needed, against the expectation of three.
           Without deformations the ViT is worse by 1.36 points [1.07, 1.64], less than the expected two. With a quarter of the
@@ -48,6 +52,6 @@ RUNS = ablate(
         "a quarter of the steps": best.vary(steps=1_200),
         "SwiGLU added": best.vary(block=partial(Block, mlp_ratio=2.0, activation="swiglu")),
     },
-    labels=[1_000],
+    labels=[10, 100, 1_000, 10_000],
     tune=Tune({"lr": (5e-4, 2e-2)}, trials=8, seeds=4, val=3_000, steps=0.25, common=False),
 )
