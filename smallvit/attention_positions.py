@@ -122,7 +122,7 @@ class RelativeBias(nn.Module):
         axes = []
         for side, own in zip(grid, self.grid):  # as tensors, because a trace or an export keeps no other numbers variable
             offset = torch.arange(1 - side, side, dtype=torch.float64, device="cpu")
-            axes.append((((8 * offset / max(own - 1, 1)).abs() + 1).log2() / 3).copysign(offset).to(self.weight1))
+            axes.append((((8 * offset / max(own - 1, 1)).abs() + 1).log2() / 3 * offset.sign()).to(self.weight1))
         scaled = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1)
         hidden = F.linear(scaled, self.weight1, self.bias1).relu()
         return (16 * F.linear(hidden, self.weight2).sigmoid() - 8).permute(2, 0, 1)
