@@ -6,15 +6,15 @@ augmented pixels and the initial weights of all shared layers byte-identical, an
 
 Names in use:
 
-subset         which images are labelled and, if the data has no validation images, which ones validate
-subset/class   the order in which the classes take turns to get a label
-subset/group   the order in which groups are taken for validation
-val            which of the data's own validation images are used
-few_shot       the images of a few-shot probe
-order          the batches
-augment        the pixels
-init           the weights; those of an objective are `init/objective`
-dropout        draws inside a training step, beginning with the patches that an objective masks
+`subset`         which images are labelled and, if the data has no validation images, which ones validate
+`subset/class`   the order in which the classes take turns to get a label
+`subset/group`   the order in which groups are taken for validation
+`val`            which of the data's own validation images are used
+`few_shot`       the images of a few-shot probe
+`order`          the batches
+`augment`        the pixels
+`init`           the weights; those of an objective are `init/objective`
+`dropout`        draws inside a training step, beginning with the patches that an objective masks
 
 `unlabelled` is the seed of the streams for unlabelled images that a step sees beside the labelled ones: `order`, and `view`
 (the pixels of their first and second view).

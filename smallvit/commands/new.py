@@ -32,7 +32,7 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError(f"there is no folder {folder.absolute()}; expected one with a folder of images for each class")
     file = recipe_file(options.name, folder)
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
-    images = inspect_images(folder.resolve(), options.digits, size=options.size)
+    images = inspect_images(folder, options.digits, size=options.size)
     print("\n".join(findings(images, arms=QUICK_ARMS if options.quick else None)))
     shown = folder.resolve()
     with_relative = shown.is_relative_to(Path.cwd()) and shown != Path.cwd()

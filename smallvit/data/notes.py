@@ -2,14 +2,16 @@
 
 import functools
 import multiprocessing
+import os
 import sys
 import warnings
 
 
 def note(text: str):
     """Warn with `text`, a sentence about the data. The warning points to the first line outside of smallvit. If a command such
-    as `smallvit new` reads the data itself, there is no such line, and the text is printed as a note, once. Processes that were
-    started by another Python process do not warn, because that process has loaded the same data before.
+    as `smallvit new` reads the data itself, there is no such line, and the text is printed as a note, once, with relative
+    paths. Processes that were started by another Python process do not warn, because that process has loaded the same data
+    before.
     """
     if multiprocessing.parent_process() is not None:
         return
@@ -20,7 +22,7 @@ def note(text: str):
             break
         level, frame, of_command = level + 1, frame.f_back, of_command or rest[:1] == ["commands"]
     if of_command:
-        print_once(text)
+        print_once(text.replace(f"{os.getcwd()}{os.sep}", ""))
     else:
         warnings.warn(text, stacklevel=level)
 

@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     options.device = cuda_for_auto(options.device)
     check_device(options.device)
     print(f"smallvit: reading the images in {folder}", file=sys.stderr, flush=True)
-    images = inspect_images(folder.resolve(), options.digits, options.group_by, options.size, MOST_PATCHES)
+    images = inspect_images(folder, options.digits, options.group_by, options.size, MOST_PATCHES)
     guessed = not (options.digits or options.photos)
     if guessed and shows_characters(folder, images):
         images = replace(images, digits=True)
