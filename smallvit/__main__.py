@@ -261,11 +261,12 @@ HELP = {  # of an option in all commands, or of "COMMAND OPTION"
 ARMS = {"--arm": 1, "--predictions": 1, "--mistakes": 1, "--disagreements": 2}  # options, and how many names of arms follow
 ARM = {"type": lambda text: text.removeprefix(" "), "metavar": "ARM"}  # the space is that of `joined`
 NUMBER = {"type": whole_number, "metavar": "N"}
+PATH = {"type": os.path.expanduser}  # the shell leaves the ~ in --out=~/runs
 SETTINGS = {  # how an option is parsed; an option that is not listed takes one text
-    "--out": {"default": "runs", "type": os.path.expanduser},  # the shell leaves the ~ in --out=~/runs
+    "--out": PATH | {"default": "runs"},
     "--scale-steps": NUMBER | {"default": 1},
     "--minutes": {"type": float, "default": 30.0, "metavar": "M"},
-    "--into": {"default": "advice", "type": os.path.expanduser, "metavar": "DIR"},
+    "--into": PATH | {"default": "advice", "metavar": "DIR"},
     "--group-by": {"metavar": "PATTERN"},
     "--jobs": NUMBER,
     "--gpus": {"metavar": "GPUS"},
@@ -279,11 +280,11 @@ SETTINGS = {  # how an option is parsed; an option that is not listed takes one 
     "--numerics": {"nargs": "+", "default": [], "metavar": "OPTION"},
     "--only": {"nargs": "+", "action": "extend", "default": [], "metavar": "FILTER"},
     "--max-seeds": NUMBER,
-    **{table: {"nargs": "?", "const": "", "type": os.path.expanduser, "metavar": "FILE"} for table in ("--csv", "--latex")},
+    **{table: PATH | {"nargs": "?", "const": "", "metavar": "FILE"} for table in ("--csv", "--latex")},
     **{option: {"nargs": 2} | ARM if count == 2 else ARM for option, count in ARMS.items()},
     "--seeds": NUMBER | {"default": 1},
     "images": {"nargs": "+"},
-    "-o": {"dest": "output", "type": os.path.expanduser, "metavar": "FILE.csv"},
+    "-o": PATH | {"dest": "output", "metavar": "FILE.csv"},
     "--seed": {"type": partial(whole_number, least=0), "metavar": "N"},
     **{side: NUMBER | {"metavar": "PIXELS"} for side in ("--image", "--size")},
     "name": {"nargs": "?"},
