@@ -10,9 +10,9 @@ Setup     Data: MNIST with 100 to 10,000 labelled digits and with all 59,000 tha
           `augmented_accuracy` classifies each test image together with 16 deformed copies of it. The runs with 160, 5,000 and
           all labels are in bf16, the others in fp32. "Small ViT (longer)" is trained for 19,200 steps of 64 digits, in fp32. In
           "small ViT (stroke widths)", the strokes of half of the deformed digits are also made thicker or thinner, by up to 1.1
-          pixels, in bf16. It was chosen in eight trials at 100 labels, with 4,800 steps and other seeds. Cost: 56 runs, two
-          hours on two CPU cores, 8 longer runs, 83 minutes on two other cores, and 40 runs with stroke widths, 50 minutes on
-          two cores.
+          pixels, in bf16. It was chosen in eight trials at 100 labels, with 4,800 steps and other seeds. "Small ViT (longer,
+          stroke widths)" has both changes, in bf16. Cost: 56 runs, two hours on two CPU cores, 8 longer runs, 83 minutes on two
+          other cores, and 40 runs with stroke widths, 50 minutes on two cores.
 
 Expected  The accuracy is 96.0% at 100 labels, 98.0% at 500, 98.5% at 1,000, 99.2% at 5,000 and 99.3% at 10,000. The goals,
           which were set from published results of any method, were 96.8, 98.3, 98.7, 99.3 and 99.45%; none of them is reached.
@@ -23,7 +23,9 @@ Expected  The accuracy is 96.0% at 100 labels, 98.0% at 500, 98.5% at 1,000, 99.
           chosen without trials. Expected before its runs: 99.50%, below the goal. "Small ViT (stroke widths)" was added last.
           Expected before its runs: 96.6% at 100 labels, 97.3% at 160 and 98.7% at 1,000, so a gain only where labels are
           fewest; the goal at 160 labels is reached. When these results were known, 5,000 and 10,000 labels were added. Expected
-          before their runs: 99.2% and 99.35%, below the goals.
+          before their runs: 99.2% and 99.35%, below the goals. "Small ViT (longer, stroke widths)" was added after all these
+          results, without trials. Expected before its runs: 99.35% at 5,000 labels, so the goal is reached, and 99.40% at
+          10,000, below the goal.
 
 Found     The accuracy of "small ViT" is 96.14% [95.06, 97.23] at 100 labels, 98.37% [98.18, 98.55] at 500 and 98.70% [98.49,
           98.92] at 1,000, where the interval is for new seeds and new test images. At 10,000 labels it is 99.32% [99.17,
@@ -64,9 +66,11 @@ small_vit = mnist_baseline().vary(
 
 longer = small_vit.vary(steps=19_200, batch=64)
 stroke_widths = small_vit.vary(augment=(*augment.digits(), augment.StrokeWidth()))
+longer_widths = longer.vary(augment=stroke_widths.augment)
 
 RUNS = (
     ablate({"small ViT": small_vit}, labels=[100, 160, 500, 1_000, 5_000, 10_000, None], references=False)
     + ablate({"small ViT (longer)": longer}, labels=[None], references=False)
     + ablate({"small ViT (stroke widths)": stroke_widths}, labels=[100, 160, 1_000, 5_000, 10_000], references=False)
+    + ablate({"small ViT (longer, stroke widths)": longer_widths}, labels=[5_000, 10_000], references=False)
 )
