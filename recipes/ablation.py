@@ -30,11 +30,11 @@ Limits    This recipe was planned with 156 comparisons: also with 10 and 10,000 
           Fewer comparisons make a verdict easier to reach, and this was decided after most of these results were known. With
           the correction for all 156, mixup and dropout would be inconclusive at 1,000 labels, and the other verdicts the same.
           Only the learning rate was tuned, in runs of a quarter of the steps, and a technique has the options of its paper or
-          those of an earlier recipe. At 100 labels the baseline and fourteen other arms have the highest or the lowest rate
-          that was tried, so their accuracy may be too low. Nine arms were still improving at 1,000 labels (`smallvit report`
-          prints a warning), so a part of their differences may be slower learning. Most runs were trained on a GPU, where the
-          convolutions of three arms were computed in TF32, and the last ten arms, partly, on a CPU. So the seconds of different
-          arms cannot be compared.
+          those of an earlier recipe. At 100 labels the baseline and fourteen other arms have the highest rate that was tried,
+          so their accuracy may be too low. Nine arms were still improving at 1,000 labels (`smallvit report` prints a warning),
+          so a part of their differences may be slower learning. Most runs were trained on a GPU, where the convolutions of
+          three arms were computed in TF32, and the last ten arms, partly, on a CPU. So the seconds of different arms cannot be
+          compared.
 """
 
 from functools import partial
