@@ -29,14 +29,16 @@ from smallvit import folder as image_folder
 from smallvit import record as records
 from smallvit.launch import launch, progress
 from smallvit.launch.local import HUGE_PAGES, allow_open_files, delay_sigint, process_context
-from smallvit.launch.plan import parallel
+from smallvit.launch.plan import parallel, plan
 from smallvit.launch.results import Damaged, Killed, folder, recall, record_failure, tags
 from smallvit.launch.scheduler import Scheduler, dependencies_first
+from smallvit.launch.status import RecipeState
 from smallvit.recipe import load_recipe
 from smallvit.record import CHECKPOINT, RECORD, WEIGHTS, Record, read_record, read_records, user_line
 from smallvit.storage import NotWritten
 from smallvit.train import checkpoint
 from smallvit.train.fit import new_record
+from smallvit.train.publish import publish
 from smallvit.train.read_log import READS
 
 SHORT = Run(model=TINY_VIT, labels=50, val=20, steps=12, batch=8, augment=augment.digits())
@@ -178,6 +180,25 @@ def test_run_that_several_conditions_share_is_trained_once_and_each_has_its_reco
     assert [recall(entry, tmp_path, "test") for entry in entries] == records
 
 
+def test_run_that_several_arms_share_is_trained_once_and_counts_in_each(tmp_path, capsys, monkeypatch):
+    """An arm with more steps at the first length has the settings of another arm at the second length."""
+    arms = {"short": SHORT, "long": SHORT.vary(steps=24)}
+    entries = ablate(arms, labels=[50], seeds=[0], steps=[12, 24], references=False)
+    for name, value in (("estimate", 60.0), ("worker_start", 0.0), ("computing_processes", 0.0)):
+        monkeypatch.setattr(f"smallvit.launch.plan.{name}", lambda *options, value=value: value)
+    assert "3 runs, about 3 min with 1 worker process" in plan(entries, 1, "cpu")
+    watched, schedule = RecipeState(entries, entries, tmp_path, "t"), scheduler(entries, tmp_path)
+    while group := schedule.next_group(1):
+        task = schedule.task(group[0])
+        task.folder.mkdir(parents=True)
+        schedule.handle(group, [publish(task.folder, replace(finished(schedule.runs[group[0]]), arm=task.tags.arm))])
+    assert len([*tmp_path.rglob(RECORD)]) == 3 and "4 of 4 runs have finished" in lines_of(schedule.bar, capsys)
+    assert [record.arm for record in schedule.requested_records] == ["short", "long"] * 2
+    assert scheduler(entries, tmp_path).requested_records == schedule.requested_records
+    watched.update()
+    assert watched.ended
+
+
 def test_records_are_read_from_a_folder_of_runs(tmp_path):
     runs = ablate({"scratch": SHORT, "other": SHORT.vary(lr=2e-3)}, labels=[50], seeds=[0, 1], references=False)
     records = launch(runs, tmp_path, recipe="test", jobs=1)
@@ -216,6 +237,15 @@ def test_renamed_arm_keeps_its_runs_also_as_the_start_of_another_run(tmp_path):
     assert names(trained) == [("tuned", 0)] and trained[0].finished
     other = replace(renamed, run=SHORT.at_seed(1))
     assert recall(other, tmp_path, "t") is None and "plain" in folder(other, tmp_path, "t").parts
+
+
+def test_run_of_a_removed_arm_is_kept_if_another_run_needs_it(tmp_path):
+    place = folder(ENTRY, tmp_path, "t")
+    place.mkdir(parents=True)
+    publish(place, finished(ENTRY))
+    schedule = scheduler([ArmRun(run=SHORT.vary(init=SHORT), arm="tuned")], tmp_path)
+    assert [entry.role for entry in schedule.runs] == ["technique", "dependency"] and schedule.queue == [0]
+    assert schedule.task(0).dependencies == {"init": place}
 
 
 def test_only_runs_that_have_finished_count_as_trained_by_another_version(tmp_path, monkeypatch, capfd):

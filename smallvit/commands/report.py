@@ -12,7 +12,7 @@ from types import ModuleType
 from smallvit.ablation import ArmRun
 from smallvit.data.files import looks_like_image
 from smallvit.launch.progress import error_lines
-from smallvit.launch.results import Damaged, folder, placed, recall, tags
+from smallvit.launch.results import Damaged, folders, placed, recall, tags
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, import_recipe, load_recipe
 from smallvit.record import Record, one_picture_per_arm, read_records, write_records
@@ -241,7 +241,8 @@ def runs_to_send(runs: Sequence[ArmRun], out: Path, recipe: str) -> list[Followe
     """Return runs as they are sent to a tracker, such as TensorBoard, each with its folder and its settings. `runs` are the
     runs, `out` is the folder of all results, and `recipe` is the name of the recipe file.
     """
-    return followed((folder(entry, out, recipe), new_record(entry.run, tags(entry, recipe), "missing")) for entry in runs)
+    untrained = (new_record(entry.run, tags(entry, recipe), "missing") for entry in runs)
+    return followed(zip(folders(runs, out, recipe), untrained))
 
 
 def scale_option(factor: int) -> str:

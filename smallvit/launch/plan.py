@@ -65,7 +65,7 @@ def plan(
     """
     check_device(device)
     runs, _ = with_dependencies(runs, recipe_runs)
-    runs = list({(entry.arm, fingerprint(entry.run)): entry for entry in reversed(runs)}.values())[::-1]  # each run once
+    runs = list({fingerprint(entry.run): entry for entry in reversed(runs)}.values())[::-1]  # each run once
     endings = {id(entry): ended(entry) for entry in runs}
     left = [entry for entry in runs if endings[id(entry)] is None]
     jobs = max(1, min(jobs or cores(), len(left)))

@@ -155,7 +155,7 @@ class Bar:
         count as unavailable from now on, too. The steps of runs that were not trained are no longer expected.
         """
         ended = self.runs[position]
-        similar = [i for i in self.copies if (self.runs[i].arm, self.runs[i].seed) == (ended.arm, ended.seed)]
+        similar = [i for i in self.copies if self.runs[i].seed == ended.seed]
         together = [position, *(i for i in similar if self.runs[i].run == ended.run)]
         if state == UNAVAILABLE and self.states[position] == WAITING:
             together += [i for i, entry in enumerate(self.runs) if entry.arm == ended.arm and self.states[i] == WAITING]

@@ -3,7 +3,7 @@
 import errno
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -66,17 +66,31 @@ def folder(entry: ArmRun, out: str | Path, recipe: str) -> Path:
     checkpoint, if the run was interrupted before the arm was renamed.
 
     The name of the arm is reduced to letters, digits, "+", "-" and "." (see `arm_folder`). Runs that are trained only because
-    another run needs them lie in `dependencies`, because different comparisons may give them different names.
+    another run needs them lie in `dependencies`, because different comparisons may give them different names. If such a run was
+    an arm before, it stays in the folder of this arm.
     """
     labels = "all" if entry.labels is None else str(entry.labels)
     arms, name = Path(out, recipe, labels), records.run_folder(entry.seed, fingerprint(entry.run))
     place = arms / records.arm_folder(entry.arm, entry.role) / name
-    if entry.role == "dependency" or (place / records.RECORD).exists():
+    if (place / records.RECORD).exists():
         return place
     others = [path for path in sorted(arms.glob(f"*/{name}")) if path.parent.name != "dependencies"]
     if recorded := next((other for other in others if holds(other, entry.run)), None):
         return recorded
     return next((other for other in (place, *others) if fingerprint(entry.run) in checkpoint_runs(other)), place)
+
+
+def folders(entries: Iterable[ArmRun], out: str | Path, recipe: str) -> list[Path]:
+    """Return the folder of each of several runs, as `folder` gives it. Equal runs of several arms (variants) that have no
+    record yet get one folder, that of the first arm, so that they are trained once.
+    """
+    first: dict[str, Path] = {}
+    found = []
+    for entry in entries:
+        place = folder(entry, out, recipe)
+        recorded = (place / records.RECORD).exists()
+        found.append(place if recorded else first.setdefault(fingerprint(entry.run), place))
+    return found
 
 
 def holds(place: Path, run: Run) -> bool:

@@ -26,7 +26,18 @@ from smallvit.train.publish import tidy
 from smallvit.words import how_many
 
 from .progress import Bar
-from .results import Damaged, Killed, blocked_by, checkpoint_runs, folder, is_interruption, placed, recall, record_failure, tags
+from .results import (
+    Damaged,
+    Killed,
+    blocked_by,
+    checkpoint_runs,
+    folders,
+    is_interruption,
+    placed,
+    recall,
+    record_failure,
+    tags,
+)
 
 START_ANEW = "train all runs again in another folder for the results (--out; of smallvit advise: --into)"
 
@@ -79,7 +90,8 @@ class Scheduler:
     show         called with each new record
 
     A run that occurs in several conditions, such as a reference without training at each training length, has one folder. It
-    is trained once, and each condition gets its record.
+    is trained once, and each condition gets its record. So does a run of several arms, such as an arm whose tuned settings are
+    the common settings of another one.
 
     Damaged records and weights are renamed, with a message, and these runs are trained again.
 
@@ -103,7 +115,7 @@ class Scheduler:
         self.out, self.recipe, self.stack, self.fail_fast, self.show = out, recipe, stack, fail_fast, show
         self.requested, self.full_stacks = len(runs), full_stacks
         self.runs, self.dependencies = with_dependencies(runs, recipe_runs)
-        self.folders = [folder(entry, out, recipe) for entry in self.runs]
+        self.folders = folders(self.runs, out, recipe)
         places: dict[Path, int] = {}
         self.same_run: dict[int, list[int]] = {}  # position of a run -> positions of equal runs in other conditions
         for index, place in enumerate(self.folders):
@@ -302,8 +314,8 @@ class Scheduler:
         the run in the list of all runs.
         """
         entry = self.runs[index]
-        folders = [self.folders[i] for i in (index, *self.dependencies[index].values())]
-        return Task(describe(entry.run), tags(entry, self.recipe), folders[0], dict(zip(self.dependencies[index], folders[1:])))
+        dependencies = {field: self.folders[other] for field, other in self.dependencies[index].items()}
+        return Task(describe(entry.run), tags(entry, self.recipe), self.folders[index], dependencies)
 
     def handle(self, group: Sequence[int], result: list[Record] | BaseException):
         """Process what a worker process returned. `group` are the positions of the runs that it trained, in the list of all

@@ -25,7 +25,7 @@ from smallvit.run import fingerprint
 from smallvit.storage import check_size, parse_json, temporary
 
 from .progress import FINISHED, RECENT, UNAVAILABLE, WAITING
-from .results import folder
+from .results import folders
 from .scheduler import Task
 
 FILE = "progress.json"
@@ -223,7 +223,7 @@ class RecipeState:
     def __init__(self, runs: Sequence[ArmRun], recipe_runs: Iterable[ArmRun], out: Path, recipe: str):
         self.entries, _ = with_dependencies(runs, recipe_runs)
         self.top = Path(out, recipe)
-        self.folders = [folder(entry, out, recipe) for entry in self.entries]
+        self.folders = folders(self.entries, out, recipe)
         self.fingerprints = [fingerprint(entry.run) for entry in self.entries]
         self.states = [RunState() for _ in self.entries]
         self.workers: dict[tuple[str, int], float] = {}  # host and number of worker processes -> when they were seen last
