@@ -12,6 +12,7 @@ from smallvit.__main__ import main
 from smallvit.commands import explore
 from smallvit.commands.explore import write_trial
 from smallvit.launch.results import Interrupted, record_failure
+from smallvit.launch.scheduler import Scheduler
 
 RECIPE = """
 from functools import partial
@@ -42,10 +43,29 @@ def test_two_explorations_with_different_out_folders_lose_no_trial(tmp_path, mon
     assert sorted(trial["arm"] for trial in read(tmp_path / "mine.trials.jsonl")) == ["a", "b"]
 
 
+def test_earlier_run_that_is_an_arm_has_one_folder_whichever_arms_are_explored(workdir, monkeypatch):
+    text = (workdir / "mine.py").read_text().replace("high\": scratch.vary(lr=9.0)", "longer\": scratch.vary(init=scratch)")
+    (workdir / "mine.py").write_text(text)
+    folders: list[set] = []
+
+    def launch(runs, out, *, recipe, recipe_runs, **options):
+        folders.append({*Scheduler(runs, out, recipe, recipe_runs=recipe_runs).folders})
+        return []
+
+    monkeypatch.setattr(explore, "launch", launch)
+    for words in ([], ["--only", "arm=longer"]):
+        assert main(["explore", "mine.py", *words]) == 1
+    assert folders[0] == folders[1] and len(folders[0]) == 2
+
+
 @pytest.mark.parametrize(
     ("error", "printed"),
     [
         (FloatingPointError("the loss is nan"), "2 of 2 runs had an infinite loss and are not trained again; lower their learning rate\n"),
+        (
+            RuntimeError("its initialization failed: FloatingPointError: the loss is nan"),
+            "2 of 2 runs had an infinite loss and are not trained again; lower their learning rate\n",
+        ),
         (ValueError("broken"), "2 of 2 runs have not finished; start the command again to train them\n"),
         (Interrupted("the disk is full"), "2 of 2 runs have not finished; start the command again to train them\n"),
     ],

@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
         runs,
         out,
         recipe=path.stem,
-        recipe_runs=runs,
+        recipe_runs=exploration_runs(module.RUNS, module.RUNS, options.seeds),
         source=path,
         jobs=options.jobs,
         stack=stack_to_use(options.stack, runs, device),
@@ -97,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
     print("trials of each arm so far: " + ", ".join(f"{arm} {counts.get(arm, 0)}" for arm in arms))
     for line in error_lines(record for record in records if not record.finished):
         print(line, file=sys.stderr)
-    if infinite := sum(record.status == "failed" and not may_succeed(record) for record in records):
+    if infinite := sum(record.status == "failed" and "FloatingPointError: " in str(record.error) for record in records):
         print(f"{infinite} of {len(runs)} runs had an infinite loss and are not trained again; lower their learning rate")
     if left > infinite:
         print(f"{left - infinite} of {len(runs)} runs have not finished; start the command again to train them")
