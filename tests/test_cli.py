@@ -904,6 +904,20 @@ def test_verify_trains_all_runs_that_only_names(words, labels, seeds, many_runs,
         assert main(["verify", "mine.py", *words, "--seeds", "2"]) == 2 and "remove one of them" in capsys.readouterr().err
 
 
+def test_verify_trains_committed_seeds_that_the_recipe_does_not_list(workdir, monkeypatch):
+    """`smallvit run --until-decided` adds seeds to those of the recipe."""
+    write_recipe(RECIPE.partition("RUNS =")[0] + MANY)
+    entries = load_recipe("mine.py").RUNS
+    write_records(workdir / "mine.jsonl", [new_record(entry.run, tags(entry, "mine"), "finished") for entry in entries])
+    write_recipe((workdir / "mine.py").read_text().replace("range(2)", "range(1)"))
+    trained: list[tuple] = []
+    monkeypatch.setattr("smallvit.commands.verify.launch", lambda runs, *_, **__: trained.extend((e.arm, e.seed) for e in runs) or [])
+    for words, seeds in ((["--only", "seed=1"], [1]), (["--seeds", "2"], [0, 1])):
+        trained.clear()
+        assert main(["verify", "mine.py", *words]) == 1
+        assert Counter(trained) == dict.fromkeys(product(("scratch", "wide", "+LSA"), seeds), 1)
+
+
 @pytest.mark.slow
 def test_settings_that_were_scored_after_the_shown_ones_are_counted(workdir, capsys):
     """The first settings were the best: their records say 1, because nothing else had been scored then."""

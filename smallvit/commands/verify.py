@@ -2,10 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smallvit.ablation import ArmRun
+from smallvit.ablation import ArmRun, by_cell
 from smallvit.launch import launch
 from smallvit.launch.launcher import check_device
 from smallvit.numerics import Numerics, parse_numerics
@@ -41,7 +42,8 @@ def main(options: argparse.Namespace) -> int:
     if not committed:
         raise ValueError(f"{published} is empty; expected committed records; restore the file, or create it with --publish")
     recorded = {key(record): record for record in committed if record.finished}
-    published_runs = [entry for entry in module.RUNS if key(entry) in recorded]
+    runs = with_committed_seeds(module.RUNS, committed)
+    published_runs = [entry for entry in runs if key(entry) in recorded]
     if not published_runs:
         raise ValueError(f"none of the committed records is of a run in {path.name}: its arms, labels or seeds have changed")
     known = {key(record) for record in committed}
@@ -65,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
             group,
             Path(options.out, "verify", code()["sha256"][:12], settings),  # changed code or numerics train all runs again
             recipe=path.stem,
-            recipe_runs=module.RUNS,
+            recipe_runs=runs,
             source=path,
             jobs=1 if stack > 1 else options.jobs,  # several workers would share the members of a stack
             stack=stack,
@@ -84,6 +86,16 @@ def main(options: argparse.Namespace) -> int:
         agree = False
     print("verified: every run agrees with its committed record" if agree else "NOT verified: see above")
     return 0 if agree else 1
+
+
+def with_committed_seeds(runs: Sequence[ArmRun], committed: Sequence[Record]) -> list[ArmRun]:
+    """Return the runs of a recipe, followed by those with other seeds that have a committed record: `smallvit run
+    --until-decided` adds seeds to those of the recipe. `runs` are the runs of the recipe, and `committed` are these records.
+    """
+    listed, cells = {key(entry) for entry in runs}, by_cell(runs)
+    added = [record for record in committed if key(record) not in listed and key(record)[:-1] in cells]
+    first = [cells[key(record)[:-1]][0] for record in added]
+    return [*runs, *(replace(entry, run=entry.run.at_seed(record.seed)) for entry, record in zip(first, added))]
 
 
 def runs_to_verify(runs: Sequence[ArmRun], filters: Sequence[str], seeds: int) -> list[ArmRun]:
