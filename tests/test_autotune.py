@@ -263,6 +263,9 @@ def test_choice_is_stored_for_the_machine_and_the_given_options(tmp_path, monkey
     assert len(measured) == 3
     (tmp_path / "fast.json").write_text("torn")
     assert choice()[2] == "because"
+    (key,) = json.loads((tmp_path / "fast.json").read_text())
+    (tmp_path / "fast.json").write_text(json.dumps({key: [["fp17", None, False], 2, "damaged"]}))
+    assert choice()[2] == "because"
     untrained = [replace(entry, run=entry.run.vary(steps=0)) for entry in runs]
     assert autotune.autotune(untrained, tmp_path / "none", 1, "cpu") == (DEFAULT, 1, "there is nothing to train")
 

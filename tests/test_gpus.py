@@ -138,6 +138,8 @@ def test_processes_share_the_gpus_unless_their_number_is_given(words, expected, 
     [
         (["--device", "cuda", "--jobs", "1"], 7, True),
         (["--device", "cuda", "--jobs", "1", "--stack", "2"], 2, False),
+        (["--device", "cuda", "--jobs", "1", "--numerics", "compiled=yes"], 1, False),
+        (["--device", "cuda", "--jobs", "1", "--numerics", "kernel=fused"], 1, False),
         (["--jobs", "1"], 1, False),
     ],
 )

@@ -121,6 +121,7 @@ def test_an_option_of_the_user_replaces_ours(calls, given, ours):
     (["--device", "gpu"], "'gpu' cpu, cuda or auto"),
     (["--device", "mps"], "'mps' cpu, cuda or auto"),
     (["--jobs", "100001"], "--jobs is 100001 at most 100,000"),
+    (["--stack", "2", "--numerics", "compiled=yes"], "2 runs compiled"),
     (["--fast"], "--fast --stack"),
     (["--smoke"], "--smoke without --on slurm"),
     (["--until-decided"], "--until-decided"),

@@ -43,7 +43,7 @@ def main(options: argparse.Namespace) -> int:
 
     Raises ValueError for an arm without validation images.
     """
-    device = cuda_for_auto(options.device)
+    device, numerics = cuda_for_auto(options.device), Numerics(**parse_numerics(options.numerics))
     check_device(device)
     check_out(Path(options.out))
     path = find_recipe(options.recipe)
@@ -70,9 +70,9 @@ def main(options: argparse.Namespace) -> int:
         recipe_runs=exploration_runs(module.RUNS, module.RUNS, options.seeds),
         source=path,
         jobs=options.jobs,
-        stack=stack_to_use(options.stack, runs, device),
+        stack=stack_to_use(options.stack, runs, device, numerics),
         device=device,
-        numerics=Numerics(**parse_numerics(options.numerics)),
+        numerics=numerics,
         retry=may_succeed,
         validation_only=True,
     )

@@ -24,7 +24,7 @@ from smallvit.launch.scheduler import check_unchanged, is_untrained
 from smallvit.launch.shards import BUSY, divide
 from smallvit.launch.slurm import submit
 from smallvit.looks import Looks, with_looks
-from smallvit.numerics import Numerics, parse_numerics
+from smallvit.numerics import Numerics, check_numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 from smallvit.record import RETRIED, Record
 from smallvit.report.page import command_text
@@ -81,6 +81,7 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
         runs = shard_runs(runs, recipe_runs, options)
         out = out / "shard-{}-of-{}".format(*options.shard) if options.smoke else out  # shards must not delete each other's
     given = parse_numerics(options.numerics)
+    check_numerics(Numerics(**given), options.stack or 1)
     if options.on == "slurm":
         submit(options, path.stem, out, runs, recipe_runs)
         return 0
@@ -268,7 +269,7 @@ def trainer(
     """
     numerics, stack, engine = Numerics(**given), options.stack or 1, None
     if chooses_stack(options):
-        stack = stack_to_use(options.stack, recipe_runs, options.device)
+        stack = stack_to_use(options.stack, recipe_runs, options.device, numerics)
     if options.on == "ray":
         engine = partial(RayEngine, address=options.address or "auto", per_gpu=options.per_gpu or 1, jobs=options.jobs)
     if options.fast:

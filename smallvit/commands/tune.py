@@ -50,7 +50,7 @@ def main(options: argparse.Namespace) -> int:
     Arms that this file already contains with unchanged settings are not tuned again. Those that another process writes to it
     in the meantime stay in it.
     """
-    device = cuda_for_auto(options.device)
+    device, numerics = cuda_for_auto(options.device), Numerics(**parse_numerics(options.numerics))
     check_device(device)
     check_out(Path(options.out))
     path = find_recipe(options.recipe)
@@ -80,9 +80,9 @@ def main(options: argparse.Namespace) -> int:
         recipe=path.stem,
         source=path,
         jobs=options.jobs,
-        stack=stack_to_use(options.stack, [arm.entry for arm in todo], device),
+        stack=stack_to_use(options.stack, [arm.entry for arm in todo], device, numerics),
         device=device,
-        numerics=Numerics(**parse_numerics(options.numerics)),
+        numerics=numerics,
     )
     with locked(lock, timeout=-1):
         untuned, tuned = ({(arm.arm, arm.labels): arm for arm in arms} for arms in (left_out, tuned))

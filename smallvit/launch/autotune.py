@@ -69,6 +69,7 @@ def autotune(
         stored = stored if isinstance(stored, dict) else {}
         with suppress(KeyError, TypeError, ValueError):  # not measured yet, or an entry that is damaged
             numerics, stack, reason = stored[key]
+            check_numerics(Numerics(*numerics), stack)
             return Numerics(*numerics), stack, f"{reason} (measured earlier; delete {path} to measure again)"
         if not (kinds := kinds_of(runs)):
             return fixed_numerics(given), given.get("stack", 1), "there is nothing to train"
@@ -297,11 +298,12 @@ def stack_size(runs: Sequence[ArmRun], jobs: int | None, device: str, numerics: 
     return best if times and times[best] < STACK_GAIN * times[1] else 1, "; ".join(texts)
 
 
-def stack_to_use(given: int | None, runs: Sequence[ArmRun], device: str) -> int:
+def stack_to_use(given: int | None, runs: Sequence[ArmRun], device: str, numerics: Numerics) -> int:
     """Return how many of the `runs` are trained as one model (a stack). `given` is the number that the user has chosen, if any.
-    Otherwise the number is 1 on a CPU. For the device "cuda" it is that of `stack_for_gpu`, and a line is printed.
+    Otherwise the number is 1 on a CPU, and with `numerics` (attention kernel, precision, compilation) that do not allow stacks
+    on a GPU. For the device "cuda" it is else that of `stack_for_gpu`, and a line is printed.
     """
-    if given or device != "cuda" or not runs:
+    if given or device != "cuda" or not runs or numerics.compiled or numerics.kernel == "fused":
         return given or 1
     stack = stack_for_gpu(runs)
     same = "runs that differ only in seed, learning rate or number of labels are trained as one model"
