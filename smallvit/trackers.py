@@ -8,6 +8,7 @@ W&B and MLflow are set up by their own environment variables, such as WANDB_MODE
 """
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -140,7 +141,8 @@ class MLflow(Tracker):
 
     def end(self, handle: Any, results: Mapping[str, float], status: str):
         for name, value in results.items():
-            self.client.log_metric(handle, name.replace("@", " at "), value)
+            allowed = re.sub(r"[^\w/.: -]", "_", name.replace("@", " at "))  # MLflow refuses other characters
+            self.client.log_metric(handle, allowed, value)
         self.client.set_terminated(handle, "FINISHED" if status == "finished" else "FAILED")
 
 

@@ -1,6 +1,7 @@
 """Trackers: what is sent to TensorBoard, W&B and MLflow, and that training and records do not depend on them."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,22 @@ def test_results_arrive_at_the_real_tracker(name, tmp_path, monkeypatch):
         (run,) = (run for run in found if run.data.tags["fingerprint"] == record.fingerprint)
         assert run.data.metrics["test/accuracy"] == pytest.approx(accuracy) and run.info.status == "FINISHED"
         assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == steps
+
+
+def test_names_that_mlflow_refuses_are_changed():
+    class Client:
+        def log_metric(self, handle, name, value):
+            if not re.fullmatch(r"[/\w.\- :]*", name):
+                raise ValueError(name)
+            names.append(name)
+
+        def set_terminated(self, handle, status):
+            names.append(status)
+
+    names, tracker = [], trackers.MLflow(Path(), "demo")
+    tracker.client = Client()
+    tracker.end(None, {"test/recall (spruce)": 0.5, "test/knn@5": 0.5, "test/Fläche: a-b.c": 0.5}, "finished")
+    assert names == ["test/recall _spruce_", "test/knn at 5", "test/Fläche: a-b.c", "FINISHED"]
 
 
 def broken(folder: Path, body: str) -> str:

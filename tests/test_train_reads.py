@@ -15,7 +15,7 @@ from smallvit.record import RECORD, read_record
 from smallvit.train import fit_stacked
 from smallvit.train.fit import Tags
 from smallvit.train.loop import Training
-from smallvit.train.read_log import log_test_read
+from smallvit.train.read_log import log_test_read, scored_settings
 
 SHORT = Run(model=TINY_VIT, labels=50, val=40, steps=6, batch=8, augment=augment.digits())
 
@@ -202,6 +202,16 @@ def test_settings_of_an_arm_are_counted_over_all_runs_on_these_test_images(tmp_p
     assert len(lines) == 11 and {line["data"] for line in lines} == {digits().test.sha256}, "9 runs, 2 of which train another"
     assert lines[2]["labels"] == 60 and [line["seed"] for line in lines[:2]] == [0, 1]
     assert {line["arm"] for line in lines} == {"a", "b", "init of a"}
+
+
+def test_settings_of_arms_that_share_a_run_are_counted_apart_and_those_of_a_renamed_arm_together():
+    reads = [
+        {"data": "a", "fingerprint": run, "arm": arm, "settings": settings}
+        for run, arm, settings in (("1", "short", "S"), ("2", "short", "M"), ("3", "long", "L"), ("4", "old", "O"))
+    ]
+    shared = [("1", "short"), ("2", "short"), ("2", "long"), ("3", "long")]
+    assert scored_settings(reads, shared) == [2, 2, 2, 1]
+    assert scored_settings([*reads, reads[0] | {"fingerprint": "5", "settings": "N"}], [("4", "short")]) == [4]
 
 
 def test_home_folder_in_the_paths_of_fit_and_fit_stacked(tmp_path, monkeypatch):

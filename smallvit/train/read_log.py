@@ -78,18 +78,25 @@ def scored_settings(reads: Iterable[dict], runs: Iterable[tuple[str, str]]) -> l
     returns them, and `runs` has pairs: the fingerprint of a run, and the present name of its arm.
 
     Settings that were scored after the run count as well, because the first ones that were tried may have been the best. If the
-    run was scored under another name of the arm, the settings under this name count, too.
+    run was scored under another name of the arm, the settings under this name count, too, unless it is the name of another arm
+    that shares the run.
     """
     places: dict[str, set[tuple[str, str]]] = {}
     settings: dict[tuple[str, str], set[str]] = {}
+    of_run: dict[str, set[str]] = {}
     for read in reads:
         places.setdefault(read["fingerprint"], set()).add((read["data"], read["arm"]))
         settings.setdefault((read["data"], read["arm"]), set()).add(read["settings"])
+        of_run.setdefault(read["fingerprint"], set()).add(read["settings"])
+    arms: dict[str, set[str]] = {}
+    for run_hash, arm in (runs := [*runs]):
+        arms.setdefault(run_hash, set()).add(arm)
     found: list[int | None] = []
     for run_hash, arm in runs:
         known = places.get(run_hash, set())
-        names = known | {(data, arm) for data, _ in known}
-        found.append(len(set().union(*(settings.get(name, set()) for name in names))) or None)
+        names = {(data, arm) for data, _ in known} | {(data, name) for data, name in known if name not in arms[run_hash]}
+        scored = [of_run.get(run_hash, set()), *(settings.get(name, set()) for name in names)]
+        found.append(len(set().union(*scored)) or None)
     return found
 
 
