@@ -173,7 +173,8 @@ def counted(model: Callable[[Tensor], Any], images: Tensor) -> int:
 
 def flop_counter() -> Any:
     """Return torch's counter of FLOPs, a context manager. It also counts the fused attention kernel of CPUs, which torch leaves
-    out.
+    out. Inside it, `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` do without their fast path for inference, in which
+    torch counts nothing.
     """
     from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
@@ -187,12 +188,19 @@ def flop_counter() -> Any:
     return counter
 
 
-class WholeModel(nullcontext):
+class WholeModel:
     """In place of torch's ModuleTracker, which fails if a parameter is the input of a module. All operations belong to the
-    whole model: only their total is read.
+    whole model: only their total is read. Between enter and exit, the fast path of `nn.MultiheadAttention` is switched off.
     """
 
     parents = frozenset({"Global"})
+
+    def __enter__(self):
+        self.fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def __exit__(self, *error):
+        torch.backends.mha.set_fastpath_enabled(self.fast)
 
 
 def seen_tokens(model: ViT, images: Tensor) -> Tensor:

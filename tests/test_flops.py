@@ -486,6 +486,33 @@ def test_fused_attention_is_counted_as_two_matrix_products():
     assert counter.get_total_flops() == 2 * 2 * (2 * 3) * 7 * 7 * 4
 
 
+class Joined(nn.Module):
+    """PyTorch's attention, as torchvision's Vision Transformer calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "macs"),
+    [
+        (Joined(), 7 * 4 * 32**2 + 7**2 * 2 * 32),
+        (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 7 * (4 * 32**2 + 2 * 32 * 64) + 7**2 * 2 * 32),
+    ],
+    ids=["attention", "encoder layer"],
+)
+def test_the_layers_of_pytorch_are_counted(layer, macs):
+    """In evaluation mode PyTorch has a fast path for them, in which its counter finds nothing."""
+    x = torch.randn(1, 7, 32)
+    expected = layer.eval()(x)
+    assert counted(layer, x) == 2 * macs and footprint(layer, x)["macs"] == macs
+    assert torch.backends.mha.get_fastpath_enabled() and torch.allclose(layer(x), expected, atol=1e-5)
+
+
 class Query(nn.Module):
     """A pool whose query, a parameter, is the input of a layer."""
 
