@@ -157,6 +157,9 @@ def evaluating(model: Any) -> Iterator[None]:
             yield
     finally:
         for module, mode in modes.items():
+            if module.training != mode:
+                module.train(mode)  # a class may undo in this method what it did in `eval`, such as adding LoRA to the weights
+        for module, mode in modes.items():  # modules inside these have got the mode of the outer one
             module.training = mode
 
 

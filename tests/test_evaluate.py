@@ -304,6 +304,34 @@ def test_the_model_is_bitwise_unchanged(evaluator, kind, splits, request):
     assert kind != "cnn" or any("running_mean" in name for name in before)
 
 
+class LowRank(nn.Linear):
+    """A layer that adds a low-rank product to its weight in evaluation, as LoRA does, and takes it away in training."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.low_rank, self.added = nn.Parameter(torch.ones(inputs)), False
+
+    def train(self, mode=True):
+        if self.added == mode:
+            self.weight.data += (-1 if mode else 1) * self.low_rank.detach()
+            self.added = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight if self.added else self.weight + self.low_rank, self.bias)
+
+
+@pytest.mark.parametrize("outer_trains", [True, False])
+def test_a_layer_that_changes_with_its_mode_can_be_trained_after_the_evaluation(splits, outer_trains):
+    layer = LowRank(64, 10)
+    model = nn.Sequential(nn.Flatten(), layer, nn.Dropout())
+    model.training, model[2].training, layer.weight.data[:] = outer_trains, False, 0
+    dict(accuracy(model, splits))
+    assert [module.training for module in model.modules()] == [outer_trains, True, True, False]
+    model(torch.ones(1, 1, 8, 8)).sum().backward()
+    assert not layer.weight.any() and layer.low_rank.grad is not None
+
+
 def test_modes_are_restored_if_the_model_raises(splits):
     class Broken(nn.Module):
         def features(self, x):
