@@ -185,6 +185,10 @@ def test_a_tensor_in_the_place_of_images_is_refused(vit):
     for function in (evaluate.features, evaluate.predictions):
         with pytest.raises(ValueError, match="got a tensor; expected Images"):
             function(vit, torch.rand(2, 1, 8, 8))
+        with pytest.raises(ValueError, match="got a ndarray; expected Images"):
+            function(vit, np.zeros((2, 1, 8, 8)))
+        with pytest.raises(TypeError, match="the test images are held out"):
+            function(vit, data.digits().test)
 
 
 class ReadsPixel(nn.Module):
@@ -214,14 +218,23 @@ class Constant(nn.Module):
         return torch.full((len(x), self.classes), self.value)
 
 
+class Pair(nn.Module):
+    """A model that returns features, too, as many models outside of smallvit do."""
+
+    def forward(self, x):
+        return torch.zeros(len(x), 10), x
+
+
 @pytest.mark.parametrize(
     "model, message",
     [
+        (Pair(), "Pair gives a tuple for 500 images; expected a logit for each of 10 classes, in one tensor"),
+        (lambda x: torch.zeros(len(x), 10), "got a function as model; expected a torch.nn.Module"),
         (Constant(9, 0.0), r"Constant gives \(500, 9\) for 500 images; expected a logit for each of 10 classes"),
         (TINY_VIT((8, 8), 1, 0), r"ViT gives \(500, 16\) for 500"),
         (Constant(10, float("nan")), "the logits of Constant are not finite; expected a model that has not diverged"),
     ],
-    ids=["too few", "no head", "nan"],
+    ids=["pair", "function", "too few", "no head", "nan"],
 )
 def test_outputs_that_are_no_finite_logits_of_the_classes_are_refused(model, message, splits):
     with pytest.raises(ValueError, match=message):

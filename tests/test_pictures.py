@@ -364,6 +364,8 @@ def test_gallery_accepts_several_types_and_rescales_floats(kind, caplog, tmp_pat
         (lambda: gallery(random_images(2), columns=0), "columns is 0; expected at least 1"),
         (lambda: gallery(random_images(2), columns=2.5), "columns is 2.5; expected at least 1, a whole number"),
         (lambda: confusion_figure([0], [0], 10), "classes is 10; expected the names of the classes"),
+        (lambda: feature_view(*clusters(), classes=3), "classes is 3; expected the names of the classes"),
+        (lambda: feature_view(np.full((9, 2), np.nan), range(9)), "got features that are NaN or infinite"),
         (lambda: gallery(random_images(0)), r"got pixels of shape \(0, 1, 8, 12\); expected b c h w, at least one"),
         (lambda: gallery(torch.zeros(8, 8)), r"got pixels of shape \(8, 8\); expected b c h w"),
         (lambda: gallery(torch.ones(1, 1, 8, 8, dtype=torch.int64)), r"pixels of int64; expected bytes \(uint8\), or floats"),

@@ -49,7 +49,7 @@ def test_position_table_equals_the_positions_of_a_model(length, width, tmp_path)
     assert (tmp_path / "table.png").stat().st_size > 1_000
 
 
-@pytest.mark.parametrize("length, width", [(0, 16), (10, 15), (10, 0)])
+@pytest.mark.parametrize("length, width", [(0, 16), (10, 15), (10, 0), (2.5, 4), ("a", 4)])
 def test_position_table_refuses_odd_widths_and_no_positions(length, width):
     with pytest.raises(ValueError, match=f"got length {length} and width {width}; expected"):
         position_table(length, width)

@@ -18,7 +18,7 @@ from smallvit.pooling import MeanTokens
 from smallvit.vit import ViT
 
 from .cache import cached
-from .splits import NotFinite, refuse_tensor, require_images
+from .splits import NotFinite, refuse_others, require_images
 
 TOKENS = ("class token", "mean", "both")
 Array = Any  # numpy.ndarray; numpy is imported only where it is used
@@ -42,7 +42,7 @@ def features(model: nn.Module, images: Images, *, of: str = "head", layers: int 
     Raises   ValueError if the model does not have such features, or if its features are not of shape (n, d) and finite.
     """
     read = feature_reader(model, of, layers, norm)
-    refuse_tensor(images)
+    refuse_others(images)
     batches = (x for x, _ in require_images(images).batches())
     rows = cached(lambda: read_batches(model, batches, read), "features", model, images, of, layers, norm)
     return rows.copy()  # a caller may change its copy
@@ -222,7 +222,10 @@ def frozen(model: nn.Module):
     """Context manager for evaluation: the model is in evaluation mode, and no gradients are computed. At the end, each module
     gets its earlier mode (training or evaluation) back.
 
-    Yields a tensor that has the device and dtype of the model, for `images.to(tensor)`.
+    Yields a tensor that has the device and dtype of the model, for `images.to(tensor)`. Raises ValueError for a model that is
+    no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"got a {type(model).__name__} as model; expected a torch.nn.Module")
     with evaluating(model):
         yield next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))

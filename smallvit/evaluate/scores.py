@@ -18,7 +18,7 @@ from smallvit.data import Images
 from .cache import cached
 from .declare import evaluator
 from .hooks import frozen
-from .splits import NamedScores, NotFinite, PerImage, Splits, refuse_tensor, require_images, require_splits
+from .splits import NamedScores, NotFinite, PerImage, Splits, refuse_others, require_images, require_splits
 
 BATCH = 1024  # images in a forward pass
 
@@ -39,7 +39,7 @@ def compute_logits(model: nn.Module, images: Images, augment: Sequence[Augmentat
 
     Raises   ValueError if a transform changes the targets or makes several views, and the errors of `logits`.
     """
-    refuse_tensor(images)
+    refuse_others(images)
     parts, classes, generator = [], len(require_images(images).spec.classes), Generator().manual_seed(seed)
     with frozen(model) as reference:
         for start in range(0, len(images), BATCH):
@@ -48,13 +48,14 @@ def compute_logits(model: nn.Module, images: Images, augment: Sequence[Augmentat
             changed = apply(augment, batch, generator)
             if changed.views or not torch.equal(changed.targets, batch.targets):
                 raise ValueError("a transform changes the targets or makes several views; expected such as augment.digits()")
-            part = model(images.spec.normalize(changed.images).to(reference)).float()
-            if part.shape != batch.targets.shape:
+            part = model(images.spec.normalize(changed.images).to(reference))
+            if not isinstance(part, Tensor) or part.shape != batch.targets.shape:
+                given = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
                 raise ValueError(
-                    f"{type(model).__name__} gives {tuple(part.shape)} for {len(batch.images)} images; expected a logit for"
-                    f" each of {classes} classes"
+                    f"{type(model).__name__} gives {given} for {len(batch.images)} images; expected a logit for each of"
+                    f" {classes} classes, in one tensor"
                 )
-            parts.append(part.cpu())
+            parts.append(part.float().cpu())
     found = torch.cat(parts)
     if not found.isfinite().all():
         raise NotFinite(f"the logits of {type(model).__name__} are not finite; expected a model that has not diverged")

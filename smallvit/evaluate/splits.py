@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from smallvit.data import Images
+from smallvit.data import HeldOut, Images
 
 AnyImages = TypeVar("AnyImages", bound=Sized)
 NamedScores = Iterator[tuple[str, float]]
@@ -81,10 +81,11 @@ def require_splits(splits: Any):
         )
 
 
-def refuse_tensor(images: Any):
-    """Raise ValueError for a tensor in the place of `Images`."""
-    if isinstance(images, torch.Tensor):
-        raise ValueError("got a tensor; expected Images. For the features of a tensor, use FeatureExtractor(model, spec=...)")
+def refuse_others(images: Any):
+    """Raise ValueError for a tensor or anything else in the place of `Images`. `HeldOut` says itself that it is not read."""
+    if not isinstance(images, Images | HeldOut):
+        given = "tensor" if isinstance(images, torch.Tensor) else type(images).__name__
+        raise ValueError(f"got a {given}; expected Images. For the features of a tensor, use FeatureExtractor(model, spec=...)")
 
 
 def require_images(images: AnyImages) -> AnyImages:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from .sheet import to_array
@@ -108,11 +109,11 @@ def position_table(length: int, width: int) -> Figure:
 
     Paper    Vaswani et al. 2017, arXiv:1706.03762, section 3.5, as in `SinCos1d`: channel 2k is
              sin(position / 10000^(2k/width)), channel 2k + 1 is the cosine. Low channels change fast, high channels hardly.
-    Raises   ValueError for `length` below 1, and for a `width` that is odd or below 2.
+    Raises   ValueError for `length` below 1, for a `width` that is odd or below 2, and for other than whole numbers.
     """
     from smallvit.positions import SinCos1d
 
-    if length < 1 or width < 2 or width % 2:
+    if not isinstance(length, Integral) or not isinstance(width, Integral) or length < 1 or width < 2 or width % 2:
         raise ValueError(f"got length {length} and width {width}; expected at least one position, and an even width")
     table: Tensor = SinCos1d(width, (1, length), 0).get_buffer("table")
 
@@ -139,13 +140,15 @@ def feature_view(
     feature_view(features(model, images), images.labels, classes=images.spec.classes)
 
     Raises   ValueError for another method, for another number of labels than images, for fewer than 3 images or 2 channels,
-             and for a label without a class name.
+             for features that are not finite, and for a label without a class name.
     """
     import numpy as np
 
     x, numbers = to_array(features).astype(np.float64), to_array(labels)
     if x.ndim != 2 or len(x) < 3 or x.shape[1] < 2 or numbers.shape != x.shape[:1]:
         raise ValueError(f"got features {x.shape} and labels {numbers.shape}; expected n d and n, n at least 3, d at least 2")
+    if not np.isfinite(x).all():
+        raise ValueError("got features that are NaN or infinite; expected those of a model that has not diverged")
     if classes is not None:
         check_classes("labels", numbers, classes)
     points, axis_names = project_to_2d(x, method)
@@ -206,6 +209,8 @@ def check_classes(name: str, numbers: np.ndarray, classes: Sequence[str]):
     """Raise ValueError unless all `numbers` are valid class indices: integers from 0 to the number of classes - 1. `classes`
     holds the class names. `name` is a text for the error message that says what the numbers are, such as "labels".
     """
+    if not hasattr(classes, "__len__"):
+        raise ValueError(f"classes is {classes!r}; expected the names of the classes, such as ('cat', 'dog')")
     if numbers.dtype.kind not in "iu":
         raise ValueError(
             f"got {name} like {numbers.reshape(-1)[0].item()!r}; expected numbers of classes, 0 to {len(classes) - 1}, such as "
@@ -229,13 +234,12 @@ def confusion_figure(guesses: Sequence[int], labels: Sequence[int], classes: Seq
     """
     import numpy as np
 
-    if not hasattr(classes, "__len__"):
-        raise ValueError(f"classes is {classes!r}; expected the names of the classes, such as ('cat', 'dog')")
-    predicted, true, k = to_array(guesses), to_array(labels), len(classes)
+    predicted, true = to_array(guesses), to_array(labels)
     if predicted.ndim != 1 or predicted.shape != true.shape or not len(true):
         raise ValueError(f"got guesses {predicted.shape} and labels {true.shape}; expected as many of each, at least one")
     check_classes("guesses", predicted, classes)
     check_classes("labels", true, classes)
+    k = len(classes)
     counts = np.zeros((k, k), dtype=int)
     np.add.at(counts, (true, predicted), 1)
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
