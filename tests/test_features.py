@@ -491,6 +491,13 @@ def test_a_pipeline_with_the_extractor_returns_tables():
     assert [*table.columns] == [f"featureextractor{i}" for i in range(16)] and len(table) == len(noise())
 
 
+def test_layers_and_batch_may_be_numbers_of_numpy():
+    for model, images in ((vit(), noise()), (timm_vit(), noise())):
+        for layers in np.arange(1, 3):
+            found = FeatureExtractor(model, of="mean", layers=layers, batch=layers, spec=images.spec).transform(images.images)
+            assert close(found, features(model, images, of="mean", layers=int(layers)))
+
+
 def test_the_extractor_works_in_a_pipeline_and_a_search():
     digits = data.digits().train.take(slice(0, 200))
     model = initialize(TINY_VIT((8, 8), 1, 10), 0)

@@ -139,6 +139,12 @@ def test_knn_tells_apart_features_with_nearly_the_same_direction():
     assert dict(knn(model, splits))["knn_5"] == sklearn_knn(5).fit(rows[:150], labels[:150]).score(rows[150:], labels[150:]) == 1
 
 
+def test_knn_compares_the_directions_of_tiny_features():
+    rows, labels = clusters(n=300)
+    found = [dict(knn(*table_and_splits(scale * rows, labels, 4, n=(100, 0)))) for scale in (1, 2.0**-100)]
+    assert found[0] == found[1]
+
+
 def test_knn_computes_a_limited_number_of_similarities_at_a_time(monkeypatch):
     rows, labels = clusters(n=600)
     model, splits = table_and_splits(rows, labels, 4, n=(100, 50))
@@ -355,6 +361,24 @@ def test_values_that_do_not_apply_are_left_out(vit, splits):
     few = splits._replace(train=splits.train.take(slice(0, 10)))
     assert list(dict(knn(vit, few))) == ["knn_1", "knn_5"]
     assert list(dict(few_shot(vit, splits, shots=2, draws=1))) == ["few_shot"]
+
+
+@pytest.mark.parametrize(
+    "evaluator, options",
+    [
+        (knn, {"ks": (1, 5), "of": "mean", "layers": 2}),
+        (linear_probe, {"strengths": (0.1, 1.0), "of": "mean", "layers": 2}),
+        (few_shot, {"shots": 2, "draws": 2, "strength": 0.5}),
+        (calibration, {"bins": 7}),
+    ],
+)
+def test_options_may_be_numbers_of_numpy(evaluator, options, vit, splits):
+    def of_numpy(value):
+        kinds = {int: np.int64, float: np.float32, tuple: lambda values: tuple(map(of_numpy, values))}
+        return kinds.get(type(value), lambda value: value)(value)
+
+    found = dict(evaluator(vit, splits, **{name: of_numpy(value) for name, value in options.items()}))
+    assert found == pytest.approx(dict(evaluator(vit, splits, **options))) and all(isinstance(v, float) for v in found.values())
 
 
 @pytest.mark.parametrize(

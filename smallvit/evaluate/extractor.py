@@ -6,6 +6,7 @@ This file imports scikit-learn, so `smallvit.evaluate` imports it when it is fir
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class FeatureExtractor(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         """
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"the model is {self.model!r}; expected FeatureExtractor(model) with a torch.nn.Module")
-        if not isinstance(self.batch, int) or self.batch < 1:
+        if not isinstance(self.batch, Integral) or self.batch < 1:
             raise ValueError(f"batch is {self.batch!r}; expected the number of images in a batch, 1 or more")
         if self.features is None:
             reader = feature_reader(self.model, self.of, self.layers, self.norm)

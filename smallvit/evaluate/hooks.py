@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ def feature_reader(model: Any, of: str, layers: int, norm: str) -> Callable[[Ten
         raise ValueError(f"layers is {layers}; expected from 1 to {len(model.blocks)}, the number of blocks of this model")
     if of != "mean" and not has_class_token(model):
         raise ValueError(f"this {type(model).__name__} has no class token; expected of='mean', or of='head' for its pool")
-    return partial(token_features, model, of, layers, norm == "after")
+    return partial(token_features, model, of, int(layers), norm == "after")
 
 
 def check_features_exist(model: Any, evaluators: Iterable[Callable]):
@@ -114,7 +115,7 @@ def check_place(of: Any, layers: Any, norm: Any):
         raise ValueError(
             f"of is {of!r} and norm {norm!r}; expected of 'head', {', '.join(map(repr, TOKENS))}, and norm 'after' or 'before'"
         )
-    if not isinstance(layers, int):
+    if not isinstance(layers, Integral):
         raise ValueError(f"layers is {layers!r}; expected a whole number from 1 on")
     if of == "head" and (layers != 1 or norm != "after"):
         raise ValueError(

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from smallvit.augment.batch import is_whole_number
 from smallvit.data import Images
 
 from .declare import evaluator
 from .scores import predictions
-from .splits import NamedScores, PerImage, Splits, require_images, require_splits
+from .splits import NamedScores, PerImage, Splits, is_whole_number, require_images, require_splits
 
 if TYPE_CHECKING:
     import numpy as np

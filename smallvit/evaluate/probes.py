@@ -6,13 +6,13 @@ Their options `of`, `layers` and `norm` name the features and are those of `feat
 import math
 from collections.abc import Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smallvit.augment.batch import is_whole_number
 from smallvit.data import Images
 from smallvit.rng import shuffled
 
@@ -20,7 +20,7 @@ from .cache import cached
 from .declare import evaluator
 from .hooks import Array, check_place, features
 from .metrics import require_metric, score_probe
-from .splits import NamedScores, PerImage, Splits, require_splits
+from .splits import NamedScores, PerImage, Splits, is_whole_number, require_splits
 
 AT_ONCE = 2**23  # similarities in memory at a time: 64 MB
 ITERATIONS = 5_000
@@ -74,9 +74,9 @@ def knn(
     """
     require_splits(splits)
     require_neighbors(splits, ks=ks, metric=metric, of=of, layers=layers, norm=norm)
-    ks = tuple(k for k in ks if k <= len(splits.train))
+    ks = tuple(int(k) for k in ks if k <= len(splits.train))
     train, test = (
-        F.normalize(torch.from_numpy(features(model, images, of=of, layers=layers, norm=norm)).double(), dim=1)
+        F.normalize(torch.from_numpy(features(model, images, of=of, layers=layers, norm=norm)).double(), dim=1, eps=1e-300)
         for images in (splits.train, splits.test)
     )
     classes = len(splits.train.spec.classes)
@@ -115,7 +115,7 @@ def require_strengths(
 
 def is_strength(value: Any) -> bool:
     """Return whether a value is an inverse penalty C: a finite number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
 
 
 @evaluator(probe=True, chooses=choice_of_probe, needs=require_strengths)
@@ -172,7 +172,7 @@ def linear_probe(
     if metric is not None:
         yield metric, score_probe(metric, all_probabilities(probe, test, len(splits.train.spec.classes)), splits)
     yield "linear_probe", probe_accuracy(probe, test, splits.test.labels)
-    yield "linear_probe_c", best
+    yield "linear_probe_c", float(best)
     yield "linear_probe_edge", float(edge)
     yield "linear_probe_iterations", float(probe[-1].n_iter_.max())
 

@@ -11,14 +11,13 @@ from torch import Generator, Tensor, nn
 
 from smallvit import flops
 from smallvit.augment import Augmentation, Batch, apply
-from smallvit.augment.batch import is_whole_number
 from smallvit.augment.check import check_labels_kept, check_pixel_transforms
 from smallvit.data import Images
 
 from .cache import cached
 from .declare import evaluator
 from .hooks import frozen
-from .splits import NamedScores, NotFinite, PerImage, Splits, refuse_others, require_images, require_splits
+from .splits import NamedScores, NotFinite, PerImage, Splits, is_whole_number, refuse_others, require_images, require_splits
 
 BATCH = 1024  # images in a forward pass
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sized
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -93,3 +94,8 @@ def require_images(images: AnyImages) -> AnyImages:
     if not len(images):
         raise ValueError("there are no images to evaluate; expected at least one")
     return images
+
+
+def is_whole_number(value: Any, minimum: int = 1) -> bool:
+    """Return True if an option is an integer of Python or NumPy of at least `minimum`, else False. True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
