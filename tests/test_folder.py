@@ -309,6 +309,17 @@ def test_pnm_files_are_read(mode, c, tmp_path):
     assert len(dataset.train) == 13 and not notes
 
 
+@pytest.mark.parametrize("channels", [None, 1])
+def test_opaque_palette_with_transparency_data_is_read_without_a_warning(channels, tmp_path):
+    write_class_folders(tmp_path, c=3)
+    image = Image.fromarray(noise()).convert("P", palette=Image.Palette.ADAPTIVE)
+    image.save(tmp_path / "cat" / "x.png", transparency=bytes([255] * 256))
+    dataset, notes = load(tmp_path, folds=2, channels=channels)
+    read = dataset.train.images[dataset.train.files.index("cat/x.png")]
+    assert np.array_equal(read.permute(1, 2, 0).numpy(), np.array(image.convert("L" if channels else "RGB")).reshape(6, 9, -1))
+    assert not notes
+
+
 def test_name_of_a_data_set_is_the_real_name_of_its_folder(tmp_path, monkeypatch):
     (write_class_folders(tmp_path / "scans") / "cat" / "more").mkdir()
     monkeypatch.chdir(tmp_path / "scans" / "cat")

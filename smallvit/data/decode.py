@@ -206,6 +206,8 @@ def _fit_bytes(image: Any, size: tuple[int, int] | None, mode: str | None, name:
     alpha = {"A", "a"} & {*image.getbands()} or "transparency" in image.info
     if mode != "RGBA" and alpha and np.array(image.convert("RGBA"))[..., 3].min() < 255:
         raise ValueError(f"{name} is transparent in places, and its background is unknown: {NO_ALPHA}")
+    if mode != "RGBA":
+        image.info.pop("transparency", None)  # all pixels are opaque, and Pillow would warn of a palette with transparency
     converted = image.convert("RGB").convert(mode) if image.mode in ("CMYK", "LAB", "HSV") else image.convert(mode)
     if size is not None:
         converted = converted.resize((size[1], size[0]), Image.Resampling.BICUBIC)
