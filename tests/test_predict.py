@@ -450,6 +450,16 @@ def test_files_that_are_no_images_are_counted(arm, images, capsys):
     assert len(rows(printed.out)) == 10
 
 
+def test_images_of_formats_that_are_not_read_are_not_called_no_images(arm, images, capsys):
+    for name in ("a.HEIC", "more/b.heic", "scan.nii.gz", "notes.txt"):
+        (images / name).write_text("text")
+    assert main(["predict", str(arm / "seed0"), str(images)]) == 0
+    printed = capsys.readouterr()
+    assert "note: files of these formats are not read: 2 .heic, 1 .nii.gz; convert them" in printed.err
+    assert "smallvit: 1 file that is no image is ignored: 1 .txt\n" in printed.err
+    assert len(rows(printed.out)) == 10
+
+
 def write_pool():
     """Write 8 digits into the folders of two classes, pool/a and pool/b."""
     test = digits().test.open()

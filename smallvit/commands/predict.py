@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from smallvit.data.files import find_parts, folders_in, looks_like_image
+from smallvit.data.files import find_parts, folders_in, looks_like_image, unread_suffix, unread_text
 from smallvit.deploy.predict import find_files, ignored_files, predict_files, table
 from smallvit.storage import write_atomic
 from smallvit.train.trained_model import ImageClassifier
@@ -33,7 +33,11 @@ def main(options: argparse.Namespace) -> int:
             raise ValueError(f"{options.images[0]} is no file with images; did you mean {meant} in quotes?") from error
         raise
     check_output(options.output, files)
-    if ignored := ignored_files(options.images):
+    ignored = ignored_files(options.images)
+    unread = Counter({suffix: ignored.pop(suffix) for suffix in [*ignored] if unread_suffix(suffix)})
+    if unread:
+        print(f"note: {unread_text(unread)}", file=sys.stderr)
+    if ignored:
         kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common(5))
         more = ", ..." * (len(ignored) > 5)
         files_are = how_many(ignored.total(), "file that is no image is", "files that are no images are")

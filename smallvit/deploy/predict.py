@@ -146,13 +146,14 @@ def matching(name: str) -> list[str]:
 
 def ignored_files(names: Iterable[str]) -> Counter[str]:
     """Return how many files `find_files` leaves out of the folders for which the texts `names` stand, because they do not have
-    the suffix of an image, for each suffix.
+    the suffix of an image that is read, for each suffix.
     """
     matches = [match for name in names for match in matching(expanded(name))]
     folders = [Path(match) for match in matches if os.path.isdir(match)]
     files = {os.path.abspath(file): file for folder in folders for file in visible_files(folder) if not is_image(file.name)}
     named = {*map(os.path.abspath, matches)}
-    return Counter(file.suffix.lower() for path, file in files.items() if path not in named)
+    left = [file for path, file in files.items() if path not in named]
+    return Counter(unread_suffix(file.name) or file.suffix.lower() for file in left)
 
 
 class Predictions(NamedTuple):
