@@ -12,7 +12,8 @@ Setup     Data: MNIST with 100 to 10,000 labelled digits and with all 59,000 tha
           "small ViT (stroke widths)", the strokes of half of the deformed digits are also made thicker or thinner, by up to 1.1
           pixels, in bf16. It was chosen in eight trials at 100 labels, with 4,800 steps and other seeds. "Small ViT (longer,
           stroke widths)" has both changes, in bf16. Cost: 56 runs, two hours on two CPU cores, 8 longer runs, 83 minutes on two
-          other cores, and 40 runs with stroke widths, 50 minutes on two cores.
+          other cores, 40 runs with stroke widths, 50 minutes on two cores, and 32 longer runs with stroke widths, 100 minutes
+          on two cores beside other programs.
 
 Expected  The accuracy is 96.0% at 100 labels, 98.0% at 500, 98.5% at 1,000, 99.2% at 5,000 and 99.3% at 10,000. The goals,
           which were set from published results of any method, were 96.8, 98.3, 98.7, 99.3 and 99.45%; none of them is reached.
@@ -28,29 +29,34 @@ Expected  The accuracy is 96.0% at 100 labels, 98.0% at 500, 98.5% at 1,000, 99.
           10,000, below the goal. While these runs were trained, 100 labels and all labels were added to this arm. Expected:
           96.5% and 99.52%, both below the goals.
 
-Found     The accuracy of "small ViT" is 96.14% [95.06, 97.23] at 100 labels, 98.37% [98.18, 98.55] at 500 and 98.70% [98.49,
-          98.92] at 1,000, where the interval is for new seeds and new test images. At 10,000 labels it is 99.32% [99.17,
-          99.47]. Of the numbers that were run later, it is 97.05% [96.43, 97.66] at 160 labels, 99.19% [99.03, 99.34] at 5,000,
-          both as expected, and 99.37% [99.23, 99.51] with all labels, less than expected. Against the expectation, the goals at
-          500 and at 1,000 labels are reached, the second one exactly; whether they are exceeded cannot be said, because both
-          lie inside the intervals. No other goal is reached; only the one with all labels lies outside the interval. At 100
-          labels the seeds, which also draw the labelled digits, range from 93.34% to 97.35% (SD 1.26). The deformed copies
-          raise the mean to 96.39% at 100 labels, 98.96% at 1,000 and 99.52% with all, as expected or more. Four times as many
-          images with all labels bring 99.47% [99.35, 99.60], as expected, and 99.61% with the deformed copies. That goal lies
-          outside the interval, too. With other stroke widths, the accuracy is 96.44% [95.63, 97.25] at 100 labels, less than
-          expected. It is 97.39% [96.72, 98.07] at 160, 98.82% [98.63, 99.01] at 1,000 and 99.29% [99.15, 99.42] at 5,000; all
-          three are a little more than expected. At 10,000 it is 99.33% [99.18, 99.48], as expected. The goals at 160 and 1,000
-          labels are reached, that at 5,000 is just missed, and those at 100 and 10,000 are not reached; all five lie inside the
-          intervals. The deformed copies raise these means to 96.61%, 97.59%, 99.03%, 99.40% and 99.47%.
+Found     Three goals are reached, against the first expectation: that at 500 labels by "small ViT", 98.37% [98.18, 98.55], and
+          those at 160 and 1,000 labels with stroke widths, 97.39% [96.72, 98.07] and 98.82% [98.63, 99.01]. The intervals are
+          for new seeds and new test images. Whether the goals are exceeded cannot be said, because all three lie inside the
+          intervals. The other goals are not reached. Those at 100, 5,000 and 10,000 labels lie inside the intervals of the
+          highest means: 96.70% [95.84, 97.57] at 100 and 99.40% [99.27, 99.53] at 10,000 in longer training with stroke widths,
+          and 99.29% [99.15, 99.42] at 5,000 with stroke widths alone. With all labels the highest mean is 99.51% [99.39,
+          99.63], in longer training with stroke widths; the goal lies outside the interval. "Small ViT" has 96.14% [95.06,
+          97.23] at 100 labels, 97.05% [96.43, 97.66] at 160, 98.70% [98.49, 98.92] at 1,000, 99.19% [99.03, 99.34] at 5,000 and
+          99.32% [99.17, 99.47] at 10,000, as expected or more, and 99.37% [99.23, 99.51] with all labels, less than expected.
+          At 100 labels the seeds, which also draw the labelled digits, range from 93.34% to 97.35% (SD 1.26). Stroke widths
+          have 96.44% [95.63, 97.25] at 100 labels, less than expected. At 160, 1,000 and 5,000 labels they have a little more
+          than expected, and at 10,000, 99.33% [99.18, 99.48], as expected. Longer training has 99.47% [99.35, 99.60] with all
+          labels, as expected. With stroke widths it has 99.28% [99.15, 99.41] at 5,000 labels, less than expected and no more
+          than with a quarter of the images. At 10,000 labels and with all labels it is as expected, and at 100 labels more than
+          expected; there the seeds range from 95.15% to 97.93%. The deformed copies raise the mean of "small ViT" to 96.39% at
+          100 labels, 98.96% at 1,000 and 99.52% with all labels. With stroke widths they raise it to 96.61%, 97.59%, 99.03%,
+          99.40% and 99.47%, in longer training to 99.61%, and with both to 96.99% at 100 labels, 99.45% at 5,000, 99.54% at
+          10,000 and 99.63% with all.
 
-Limits    One model, and one length of training, chosen at 1,000 labels: with all labels each digit is seen only five times, or
-          21 times in the longer runs; still longer training and larger models were not tried there. At 100 labels only a model
-          with another tokenizer was tried, and later the stroke widths. Nothing is compared, so there is no verdict, and
-          nothing says which part of the settings is needed. The arms were trained with different versions of smallvit and in
-          different precision; the recipe `deformations` compares stroke widths in another ViT. No ensemble was trained. The
-          goals come from results of other methods, with other draws of labelled digits. The learning rate is that of an earlier
-          recipe and was not tuned for this model. After the runs, twice this rate was tried with stroke widths, 100 labels and
-          4,800 steps: 95.95% on validation images in place of 96.20%.
+Limits    One model, and two lengths of training: with all labels each digit is seen only five times, or 21 times in the longer
+          runs. Still longer training and larger models were not tried. Longer training was not tried at 160, 500 and 1,000
+          labels, nor stroke widths at 500. At 100 labels only a model with another tokenizer was tried, and later the stroke
+          widths. Nothing is compared, so there is no verdict, and nothing says which part of the settings is needed. The arms
+          were trained with different versions of smallvit and in different precision; the recipe `deformations` compares stroke
+          widths in another ViT. No ensemble was trained. The goals come from results of other methods, with other draws of
+          labelled digits. The learning rate is that of an earlier recipe and was not tuned for this model. After the runs,
+          twice this rate was tried with stroke widths, 100 labels and 4,800 steps: 95.95% on validation images in place of
+          96.20%.
 """
 
 from functools import partial
