@@ -320,6 +320,13 @@ def test_opaque_palette_with_transparency_data_is_read_without_a_warning(channel
     assert not notes
 
 
+def test_image_that_pillow_finds_too_large_is_refused_with_advice(tmp_path, monkeypatch):
+    Image.new("L", (20, 30)).save(tmp_path / "slide.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=r"slide\.png .*it has more than 200 pixels; make it smaller, or cut it into several images"):
+        read_image(tmp_path / "slide.png", None, None)
+
+
 def test_name_of_a_data_set_is_the_real_name_of_its_folder(tmp_path, monkeypatch):
     (write_class_folders(tmp_path / "scans") / "cat" / "more").mkdir()
     monkeypatch.chdir(tmp_path / "scans" / "cat")

@@ -94,6 +94,9 @@ def _load(source: Any, pixels: str, name: str) -> tuple[Any, bool]:
                 return _read_tiff(file, name)
             reason = "the file is empty" if file and not file.stat().st_size else "its content is no known image format"
             reason += '; pixels="float" reads TIFF files with floats or more than 8 bits a channel' * bool(is_tiff)
+        if isinstance(error, Image.DecompressionBombError):
+            most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+            reason = f"it has more than {most:,} pixels; make it smaller, or cut it into several images"
         raise ValueError(f"{name} cannot be read as an image ({reason})") from error
     _check_tiff(tags, name)
     bits = 16 if ";16" in raw or max(tags.bits) > 8 else 8
