@@ -107,8 +107,6 @@ def test_shards_stay_balanced_where_stacks_would_leave_some_without_work():
 @pytest.mark.slow
 def test_division_is_the_same_in_another_process_with_other_hashes_of_strings(workdir):
     code = """
-import sys
-from smallvit.launch.scheduler import folder
 from smallvit.launch.shards import divide
 from smallvit.recipe import load_recipe
 runs = load_recipe("mine.py").RUNS
