@@ -412,8 +412,8 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     return table, note
 
 
-STRONGEST = "tokenizer of CCT, Muon, deformations and stroke widths, 9,600 steps"
-LONGER = "tokenizer of CCT, Muon, deformations and stroke widths, 19,200 steps of 64 digits"
+STROKE_WIDTHS = "tokenizer of CCT, Muon, deformations and stroke widths"
+LONGER = f"{STROKE_WIDTHS}, 19,200 steps of 64 digits"
 UNLABELLED = "two DINOs with 49 tokens, label spreading, then a new ViT"
 # labels, whether unlabelled images are used -> the recipe and arm of the highest mean, and how it was made
 BEST = {
@@ -421,7 +421,7 @@ BEST = {
     (10, True): ("records_unlabelled", "two DINOs", UNLABELLED),
     (100, False): ("records", "small ViT (longer, stroke widths)", LONGER),
     (100, True): ("records_unlabelled", "two DINOs", UNLABELLED),
-    (1_000, False): ("records", "small ViT (stroke widths)", STRONGEST),
+    (1_000, False): ("records", "small ViT (stroke widths)", f"{STROKE_WIDTHS}, 9,600 steps"),
     (10_000, False): ("records", "small ViT (longer, stroke widths)", LONGER),
 }
 
