@@ -15,7 +15,7 @@ from typing import NamedTuple
 from smallvit.ablation import ArmRun, by_cell
 from smallvit.passes import passes_of, seeds_of
 from smallvit.storage import parse_json, write_text
-from smallvit.words import units
+from smallvit.words import how_many, units
 
 FILE = "looks.json"
 
@@ -106,6 +106,27 @@ def seed_list(seeds: Sequence[int], count: int) -> list[int]:
     """
     ordered = sorted(set(seeds))
     return [*ordered, *range(ordered[-1] + 1, ordered[-1] + 1 + count)][:count]
+
+
+def seeds_left_out(runs: Sequence[ArmRun], looks: Looks | None) -> str:
+    """Return a note if a recipe lists more seeds than its comparison uses, because an earlier command with `--until-decided`
+    has chosen the numbers of seeds. The text is empty if all listed seeds are used. `runs` are the runs that the recipe lists,
+    and `looks` are the chosen numbers of seeds, or None.
+    """
+    fewer = {}
+    for cell, entries in by_cell(runs).items() if looks else ():
+        folds = entries[0].run.folds
+        listed = passes_of([entry.seed for entry in entries], folds)
+        if looks and len(listed) > looks.at(cell):
+            fewer[entries[0].arm] = f"{looks.at(cell)} of the {len(listed)} {units(folds)}"
+    if not fewer:
+        return ""
+    arm, share = next(iter(fewer.items()))
+    others = f" (and {how_many(len(fewer) - 1, 'other arm')} less than listed)" if len(fewer) > 1 else ""
+    return (
+        f"note: an earlier command with --until-decided chose {share} of the recipe for {arm!r}{others}; to add seeds, use "
+        f"--until-decided again; to train all that the recipe lists, choose another folder with --out"
+    )
 
 
 def choose_schedule(

@@ -17,7 +17,7 @@ from smallvit.commands import explore, until_decided
 from smallvit.commands.report import with_published
 from smallvit.commands.stored import known_looks, removed_comparisons, with_present_names
 from smallvit.launch.results import folder, recall, tags
-from smallvit.looks import FILE, Looks, choose_schedule, read_looks, seed_list, with_looks, write_looks
+from smallvit.looks import FILE, Looks, choose_schedule, read_looks, seed_list, seeds_left_out, with_looks, write_looks
 from smallvit.recipe import load_recipe
 from smallvit.record import RECORD, Record, read_record, read_records, write_record, write_records
 from smallvit.train.fit import new_record
@@ -75,6 +75,10 @@ def test_seeds_are_added_to_undecided_arms_only_also_after_an_interruption(workd
 
     before = sorted(workdir.rglob(RECORD))
     assert main(["run", "mine.py", "--jobs", "1"]) == 0 and sorted(workdir.rglob(RECORD)) == before
+    Path("mine.py").write_text(RECIPE.replace("range(2)", "range(20)"))
+    assert main(["run", "mine.py", "--jobs", "1", "--dry-run"]) == 0
+    assert "chose 8 of the 20 seeds of the recipe for 'scratch' (and 2 other arms" in capsys.readouterr().err
+    Path("mine.py").write_text(RECIPE)
     assert main(["report", "mine.py", "--publish"]) == 0
     records = read_records(workdir / "mine.jsonl")
     assert len(records) == 22 and {tuple(record.looks) for record in records} == {LOOKS}
@@ -305,6 +309,16 @@ def test_added_seeds_follow_the_declared_ones():
     assert [(e.arm, e.seed) for e in found] == [("a", 3), ("b", 3), ("a", 5), ("b", 5), ("a", 6), ("b", 6), ("b", 7)]
     assert all(e.looks == (3, 4) and e.run.init.seed == e.seed and e.run == run.at_seed(e.seed) for e in found)
     assert with_looks(entries, None) == entries
+
+
+def test_seeds_of_the_recipe_that_the_looks_leave_out_are_said():
+    runs = runs_of({"scratch": Run(data=digits), "wide": Run(data=digits, batch=8)}, 8)
+    looks = Looks((6, 8, 12), {runs[0].cell: 8})
+    note = seeds_left_out(runs, looks)
+    assert note.startswith("note: an earlier command with --until-decided chose 6 of the 8 seeds of the recipe for 'wide'; to add")
+    both = seeds_left_out(runs, looks._replace(seeds={}))
+    assert "chose 6 of the 8 seeds of the recipe for 'scratch' (and 1 other arm less than listed); to add seeds" in both
+    assert seeds_left_out(runs[:12], looks) == "" == seeds_left_out(runs, None)
 
 
 def test_damaged_schedule_is_named(tmp_path):

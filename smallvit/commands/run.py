@@ -23,7 +23,7 @@ from smallvit.launch.results import Damaged, recall
 from smallvit.launch.scheduler import check_unchanged, is_untrained
 from smallvit.launch.shards import BUSY, divide
 from smallvit.launch.slurm import submit
-from smallvit.looks import Looks, with_looks
+from smallvit.looks import Looks, seeds_left_out, with_looks
 from smallvit.numerics import Numerics, check_numerics, parse_numerics
 from smallvit.recipe import find_recipe, load_recipe, only, smoke_test_runs
 from smallvit.record import RETRIED, Record
@@ -72,6 +72,8 @@ def run(options: argparse.Namespace, gpus: Sequence[str]) -> int:
     looks = known_looks(recipe_runs, out, path.stem)
     if options.until_decided:
         looks = begin(recipe_runs, looks, options, out, path)
+    elif note := seeds_left_out(recipe_runs, looks):
+        print(note, file=sys.stderr)
     declared, recipe_runs = recipe_runs, with_looks(recipe_runs, looks)
     runs = only(recipe_runs, options.only)
     if options.smoke:
