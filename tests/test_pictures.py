@@ -344,6 +344,15 @@ def test_gallery_shows_images_in_reading_order_below_their_titles(n, columns, sh
     assert not any(ax.images for ax in figure.axes[n:]) and saved_bytes(figure, tmp_path) > 1000
 
 
+def test_long_titles_of_a_gallery_stay_above_their_image():
+    figure = gallery(random_images(3), ["lymphocyte (reactive), not monocyte", "a_file_name_without_spaces.png\nb\nc", "short"])
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        title, image = ax.title.get_window_extent(), ax.get_window_extent()
+        assert image.width * 1.05 > title.width and title.y1 <= figure.bbox.y1
+    assert titles(figure)[2] == "short" and titles(figure)[0].split() == ["lymphocyte", "(reactive),", "not", "monocyte"]
+
+
 @pytest.mark.parametrize(
     "kind",
     [lambda x: x, lambda x: x.numpy(), lambda x: (255 * x).byte(), lambda x: x.bfloat16(), lambda x: x.clone().requires_grad_()],

@@ -117,7 +117,7 @@ def draw(wrong: Sequence[Mistake], path: Path) -> str:
 
     from smallvit.explain import gallery
 
-    titles = [f"{m.true[:20]}\n→ {m.guess[:18]}\n{len(m.guesses)} of {m.tested} wrong" for m in wrong]
+    titles = [f"{m.true}\n→ {m.guess}\n{len(m.guesses)} of {m.tested} wrong" for m in wrong]
     try:
         figure = gallery(torch.stack([m.pixels for m in wrong]), titles, columns=5)
         write_atomic(path, lambda new: figure.savefig(new, format="png", dpi=150))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from .maps import Query, patch_attention, rollout
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 HEAT = "inferno"  # color map of attention, from 0 to the largest value in a map
 VISIBLE = 0.4  # how strongly the image is visible behind its attention map
 QUERY_COLOR = "#00c8ff"  # outline of the patch that is the query
+TITLE_LENGTH = 18  # characters in a line of a title that fit above an image
 NOTE = 0.17  # inches below each attention map, for its largest value
 
 
@@ -113,24 +115,25 @@ def gallery(images: Images | Tensor, titles: Sequence[str] = (), *, columns: int
 
     `images` are `Images`, or pixels of shape (batch, channels, height, width), as bytes or as floats. Where some floats lie
     outside of [0, 1], the smallest value of all images is drawn in black and the largest one in white. `titles` has one text
-    per image, or is empty. `columns` is the number of images in a row.
+    per image, or is empty; long titles are broken into lines. `columns` is the number of images in a row.
 
     gallery(test.take(wrong), [f"{guess}, not {label}" for guess, label in zip(guesses[wrong], test.labels[wrong])])
 
     Raises   ValueError for no images, another number of titles, fewer than 1 column, or neither 1 nor 3 channels.
     """
     pixels = to_rgb(getattr(images, "images", images))
-    titles = list(titles)
+    titles = ["\n".join(fill(line, TITLE_LENGTH) for line in str(title).split("\n")) for title in titles]
     if titles and len(titles) != len(pixels):
         raise ValueError(f"got {len(titles)} titles for {len(pixels)} images; expected one each, or none")
     if not isinstance(columns, Integral) or columns < 1:
         raise ValueError(f"columns is {columns}; expected at least 1, a whole number")
     n, (h, w) = len(pixels), pixels.shape[1:3]
     columns = min(columns, n)
-    lines = max((str(title).count("\n") + 1 for title in titles), default=0)
+    lines = max((title.count("\n") + 1 for title in titles), default=0)
     figure, axes = image_grid(-(-n // columns), [""] * columns, h / w, below=lines * TITLE / 2 + GAP, title=0)
     for ax, image in zip(axes.flat, pixels):
         ax.imshow(image, interpolation="none")
+        ax.set_anchor("S")  # leaves all free space to the title
     for ax, title in zip(axes.flat, titles):
         ax.set_title(title, fontsize=9, pad=3, parse_math=False)  # the name of a class may contain "$"
     return figure
