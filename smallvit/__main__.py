@@ -157,7 +157,7 @@ COMMANDS = {  # name -> help text and options; the code of a command is in small
     ),
     "report": (
         "write the report of the runs that have finished so far",
-        "recipe --out --scale-steps --csv --latex --predictions --mistakes --disagreements --log --publish",
+        "recipe --out --scale-steps --csv --latex --against --predictions --mistakes --disagreements --log --publish",
     ),
     "verify": (
         "train a few committed runs again and compare the results with the committed records",
@@ -196,8 +196,7 @@ HELP = {  # of an option in all commands, or of "COMMAND OPTION"
     "--jobs": "number of worker processes, with one thread each (default: one for each core, or 4 on each GPU)",
     "--device": "cpu, cuda, mps or auto (default: cpu)",
     "--gpus": "train on all GPUs of this machine (all) or on some (0,2), with one worker process on each; means --device cuda",
-    "--per-gpu": "with --gpus or --on: N worker processes share each GPU (default: 1); with --on ray also the share that each "
-    "gets, such as 0.25",
+    "--per-gpu": "with --gpus or --on: N worker processes share each GPU (default: 1); with --on ray also a share such as 0.25",
     "--stack": "train N runs of an arm as one model, which is faster for small models (default: 1, with --device cuda by "
     "the size of the models); in a cross-validation N runs of any folds, best a multiple of the number of folds",
     "--fast": "measure a few steps and choose the fastest attention kernel, precision, stack size and compilation for this "
@@ -219,6 +218,7 @@ HELP = {  # of an option in all commands, or of "COMMAND OPTION"
     "--dry-run": "train nothing; print the runs, how the arms differ, and the estimated time",
     "--retry": "train failed runs again",
     "--fail-fast": "stop after the first failed run",
+    "--against": "also print the verdicts on all arms with ARM as the control, which may be a reference such as 'small CNN'",
     "--disagreements": "also write a table of the test images on which two arms disagree",
     "--csv": "also write the results as a CSV file: report.csv beside the report, or FILE; - prints it",
     "--latex": "also write the main results as a LaTeX table: report.tex beside the report, or FILE; - prints it",
@@ -258,7 +258,7 @@ HELP = {  # of an option in all commands, or of "COMMAND OPTION"
     "--image": "side of the image (default: that of the model)",
     "--channels": "channels of the image (default: those of the model)",
 }
-ARMS = {"--arm": 1, "--predictions": 1, "--mistakes": 1, "--disagreements": 2}  # options, and how many names of arms follow
+ARMS = {"--arm": 1, "--against": 1, "--predictions": 1, "--mistakes": 1, "--disagreements": 2}  # how many names of arms follow
 ARM = {"type": lambda text: text.removeprefix(" "), "metavar": "ARM"}  # the space is that of `joined`
 NUMBER = {"type": whole_number, "metavar": "N"}
 PATH = {"type": os.path.expanduser}  # the shell leaves the ~ in --out=~/runs

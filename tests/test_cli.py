@@ -105,6 +105,8 @@ def test_a_recipe_is_run_reported_published_and_verified(workdir, capsys):
     assert (workdir / "mine.md").exists() and (workdir / "mine.html").exists()
     assert main(["report", "mine.py", "--disagreements", "+LSA", "scratch"]) == 0
     assert re.search(r"the images with the most disagreement:\n +image +only first +only second\n  test image \d+", capsys.readouterr().out)
+    assert main(["report", "mine.py", "--against", "+LSA"]) == 0
+    assert re.search(r"\nWith \+LSA as the control.*:\nscratch at 20 labels: ", capsys.readouterr().out)
     Path("mine.py").write_text(Path("mine.py").read_text().replace('"+LSA"', '"LSA"'))
     assert main(["verify", "mine.py", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
@@ -594,9 +596,10 @@ def test_error_of_a_command_shows_the_usage_of_this_command(words, message, caps
 
 
 def test_arms_whose_names_begin_with_a_minus_are_no_options(workdir, capsys):
-    words = ["report", "mine.py", "--disagreements", "scratch", "-LSA", "--predictions", "-o", "--mistakes", "-EMA", "--csv"]
+    words = ["report", "mine.py", "--disagreements", "scratch", "-LSA", "--predictions", "-o", "--mistakes", "-EMA", "--against", "-LSA"]
     options = parser().parse_args(joined(words))
     assert (options.disagreements, options.predictions, options.mistakes) == (["scratch", "-LSA"], "-o", "-EMA")
+    assert options.against == "-LSA"
     options = parser().parse_args(joined(["report", "mine.py", "--disagreements", "--EMA", " x", "--mistakes=-EMA"]))
     assert (options.disagreements, options.mistakes) == (["--EMA", " x"], "-EMA")
     write_recipe(RECIPE.replace(LSA, LSA.replace("+LSA", "-LSA")))
@@ -613,7 +616,7 @@ def test_options_that_exclude_each_other_are_refused_with_advice(first, second, 
     assert f"smallvit: {first} cannot be used with {second}: {EXCLUDED[first, second]}\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--predictions", "+LSA"], ["--mistakes", "+LSA"], ["--log", "wandb"], ["--disagreements", "scratch", "+LSA"]])
+@pytest.mark.parametrize("option", [["--against", "+LSA"], ["--predictions", "+LSA"], ["--mistakes", "+LSA"], ["--log", "wandb"], ["--disagreements", "scratch", "+LSA"]])
 def test_publishing_does_nothing_else(option, workdir, capsys):
     assert main(["report", "mine.py", "--publish", *option]) == 2
     assert f"smallvit: --publish cannot be used with {option[0]}: it only writes" in capsys.readouterr().err

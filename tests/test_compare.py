@@ -13,7 +13,7 @@ from smallvit.recipe import find_recipe
 from smallvit.record import Record
 from smallvit.report import format, remarks
 from smallvit.report.answer import answer, runs_done
-from smallvit.report.page import markdown, run_command
+from smallvit.report.page import markdown, run_command, text_against
 from smallvit.report.tables import verdict_remarks
 from smallvit.verdicts import ADDED_LOOKS, LOOKS, Condition, compare, disagreement_text, disagreements, next_looks
 from smallvit.verdicts.contrasts import trends, tuned_pairs
@@ -366,6 +366,37 @@ def test_an_arm_can_be_compared_with_another_arm():
     line = format.sentence(c, row_of(rows, "+A +B +C"))
     amount, low, high = map(float, re.search(r"worse than \+A \+B by (\S+) points \[(\S+), (\S+)\]", line).groups())
     assert line.startswith("+A +B +C at 100 labels: ") and 0 < low < amount < high  # amounts, as "worse" gives the sign
+
+
+def test_a_reference_can_become_the_control_of_all_arms():
+    rows = records({"scratch": 0, "+A": 0.04, "pixels": -0.2, "CNN": 0.04})
+    rows = change(change(rows, "CNN", role="reference"), "pixels", role="reference")
+    planned, c = compare(rows), compare(rows, against="CNN")
+    assert planned.family == 1 and c.family == 2 and c.baselines == ("CNN",)
+    found = {row.arm: row for row in c.rows}
+    assert {arm: row.verdict for arm, row in found.items()} == {"CNN": None, "scratch": "worse", "+A": "inconclusive", "pixels": None}
+    mean = {row.arm: row.mean for row in planned.rows}
+    assert found["scratch"].difference.mean == pytest.approx(mean["scratch"] - mean["CNN"])
+    p = {arm: found[arm].difference.p for arm in ("scratch", "+A")}
+    assert found["scratch"].difference.p_holm == pytest.approx(2 * p["scratch"]) and p["scratch"] < p["+A"]
+    planned_arm, against_baseline = row_of(rows, "+A"), compare(rows, against="scratch").rows[1]
+    assert against_baseline.difference == planned_arm.difference and against_baseline.verdict == planned_arm.verdict == "better"
+    said = text_against(rows, "CNN")
+    assert said.startswith("With CNN as the control, which the recipe did not plan for all arms (p-values are corrected for these 2 comp")
+    assert format.sentence(c, found["scratch"]) in said and "+A at 100 labels: inconclusive" in said and "pixels" not in said
+    with pytest.raises(ValueError, match="no arm 'MLP' that could be the control; expected one of 'scratch', '\\+A', 'pixels', 'CNN'"):
+        compare(rows, against="MLP")
+
+
+def test_arms_are_not_expected_in_all_conditions_of_a_new_control():
+    rows = records({"scratch": 0, "+A": 0.0, "CNN": 0.05})
+    more = [replace(r, labels=1000, arm="large", role="baseline") for r in rows if r.arm == "scratch"]
+    more += [replace(r, labels=1000) for r in rows if r.arm == "CNN"]
+    named = [replace(r, baseline="" if r.role == "baseline" else "scratch") for r in [*rows, *more]]
+    c = compare(change(named, "CNN", role="reference", baseline="scratch"), against="CNN")
+    judged = [(row.labels, row.arm, row.verdict) for row in c.rows if row.verdict]
+    assert judged == [(100, "scratch", "worse"), (100, "+A", "worse"), (1000, "large", "worse")] and c.family == 3
+    assert text_against(rows[:8], "scratch").endswith("No other arm has finished under the same conditions.")
 
 
 def test_controls_in_a_circle_or_unknown_are_refused():

@@ -16,7 +16,7 @@ from smallvit.launch.results import Damaged, folders, placed, recall, tags
 from smallvit.looks import with_looks
 from smallvit.recipe import find_recipe, import_recipe, load_recipe
 from smallvit.record import Record, one_picture_per_arm, read_records, write_records
-from smallvit.report import csv_table, html, latex_table, markdown, text
+from smallvit.report import csv_table, html, latex_table, markdown, text, text_against
 from smallvit.report.page import how_to_predict, reported, run_command
 from smallvit.report.provenance import warnings
 from smallvit.storage import write_text
@@ -49,9 +49,10 @@ def main(options: argparse.Namespace) -> int:
 
     With `--csv` or `--latex`, also writes the results as a table. With `--predictions A`, also writes how the arm A classifies
     each test image. With `--mistakes A`, also lists and draws the test images that it gets wrong most often. With
-    `--disagreements A B`, also prints on which test images the arms A and B disagree. With `--log T`, also sends curves and
-    results to the tracker T, such as TensorBoard. With `--publish`, writes records and report beside the recipe file. If no run
-    has finished, the report is that of the committed records.
+    `--against A`, also prints the verdicts on all arms with A as their control. With `--disagreements A B`, also prints on
+    which test images the arms A and B disagree. With `--log T`, also sends curves and results to the tracker T, such as
+    TensorBoard. With `--publish`, writes records and report beside the recipe file. If no run has finished, the report is that
+    of the committed records.
     """
     check_excluded({f"--{name}" for name, value in vars(options).items() if value}, EXCLUDED)
     if "-" in (options.csv, options.latex):  # only the table goes to the standard output
@@ -62,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
 
 EXCLUDED = {  # pairs of options that cannot be used together: why, and what to do
     ("--publish", other): f"it only writes the files to be committed; give {other} in a second command"
-    for other in ("--predictions", "--mistakes", "--log", "--disagreements")
+    for other in ("--against", "--predictions", "--mistakes", "--log", "--disagreements")
 }
 
 
@@ -117,6 +118,8 @@ def report(options: argparse.Namespace) -> int:
         if arm:
             command = run_command(path, Path(options.out), scale_option(options.scale_steps))
             print("\n" + show(arm, runs, collected, compare(records), out, path.stem, command))
+    if options.against:
+        print("\n" + text_against(records, options.against))
     if options.log:
         sent = send(options.log, out / path.stem, path.stem, runs_to_send(runs, out, path.stem))
         print(f"{options.log}: sent {how_many(sent, 'run')}")

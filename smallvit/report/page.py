@@ -184,6 +184,23 @@ def text(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
+def text_against(records: Sequence[Record], control: str) -> str:
+    """Return a text for the terminal with the verdict on each arm (variant) if the arm `control` is the control of all others.
+    `records` are the results of all runs. The text says that the recipe did not plan this control.
+
+    Like `text`, it shows the main conditions only. Raises ValueError for an unknown arm.
+    """
+    comparison = compare(records, against=control)
+    judged = [row for row in comparison.main_rows if row.role == "technique" and row.values]
+    lines = [format.sentence(comparison, row) for row in judged] or ["No other arm has finished under the same conditions."]
+    count = how_many(comparison.family, "comparison") + f", {comparison.earlier} of them removed" * bool(comparison.earlier)
+    note = (
+        f"With {control} as the control, which the recipe did not plan for all arms (p-values are corrected for these {count}, "
+        "but not for the verdicts above):"
+    )
+    return "\n".join([note, *lines])
+
+
 def how_to_predict(records: Sequence[Record], recipe: Path, out: Path) -> str:
     """Return a line with the command that predicts the classes of new images by the arm (variant) with the best mean score. If
     this arm was trained under several conditions, such as numbers of labels, the command names that of the best score.

@@ -17,7 +17,7 @@ from .statistics import spread
 NO_RUN = "no such run"  # of an arm that lacks a seed of its baseline, in the recipe and in the records
 
 
-def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
+def compare(records: Sequence[Record], earlier: int = 0, *, against: str = "") -> Comparison:
     """Compare each arm (variant) with its control, the arm it is compared with, and return a `Comparison` with all verdicts.
     `records` are the results of all runs. `earlier` is the number of finished comparisons whose arms were later removed from
     the recipe file (the Python file that lists the arms). They still count for the Holm correction of the p-values.
@@ -41,18 +41,26 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
 
     In a cross-validation, a complete pass over all folds takes the place of a seed.
 
-    Raises ValueError for records of several recipes, no baseline, an arm without a clear control, controls that form a circle,
-    a run that is recorded twice, an arm with two roles or two scores, folds that differ or do not contain every image once, and
-    a score that is not between 0 and 1 or, if lower scores are better, not finite and at least 0.
+    against    the name of an arm that becomes the control of all others, for example a reference such as "small CNN"; empty:
+               each arm has the control that the recipe names. The Holm correction counts these comparisons only. If the control
+               is chosen after the results are known, say so beside the verdicts.
+
+    Raises ValueError for records of several recipes, an unknown arm in `against`, no baseline, an arm without a clear control,
+    controls that form a circle, a run that is recorded twice, an arm with two roles or two scores, folds that differ or do not
+    contain every image once, and a score that is not between 0 and 1 or, if lower scores are better, not finite and at least 0.
     """
     earlier = max([earlier, *(r.removed or 0 for r in records)])
     records = [r for r in records if r.role != "dependency"]
+    if against:
+        records = with_control(records, against)
     roles = roles_of(records)
     records = pooled(records)
     controls = controls_of(records, roles)
     groups = groups_of(controls, roles)
     looks = schedule(records)
     runs = runs_by_cell(records, roles, groups)
+    if against:  # an arm is not expected in all conditions of a control that the recipe did not choose for it
+        runs = {cell: each for cell, each in runs.items() if any(each.values())}
     others: dict[Cell, Runs] = {cell: runs.get((cell[0], controls[cell[1]]), {}) for cell in runs}
     pairs = [(c, arm) for c, arm in runs if roles[arm] != "baseline"]
     unavailable = {cell for cell in pairs if is_unavailable(map(status_of, runs[cell].values()))}
@@ -111,6 +119,21 @@ def compare(records: Sequence[Record], earlier: int = 0) -> Comparison:
         family=len(judged) + earlier,
         earlier=earlier,
     )
+
+
+def with_control(records: Sequence[Record], control: str) -> list[Record]:
+    """Return records in which all arms (variants) have the same control, the arm called `control`. It becomes the baseline, and
+    baselines become techniques. Other references stay references. `records` are the results of all runs of a comparison.
+    """
+    if control not in (arms := list(dict.fromkeys(r.arm for r in records))):
+        raise ValueError(f"there is no arm {control!r} that could be the control; expected one of {', '.join(map(repr, arms))}")
+    roles = {"baseline": "technique"}
+    return [
+        replace(r, role="baseline", baseline="")
+        if r.arm == control
+        else replace(r, role=roles.get(r.role, r.role), baseline=control)
+        for r in records
+    ]
 
 
 def next_looks(
