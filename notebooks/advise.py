@@ -15,7 +15,7 @@
 # `smallvit advise` compares techniques for the time that you give it, tests the best combination on images that no trial has
 # used, and writes an answer and a trained model. This notebook runs it and shows the results.
 #
-# The notebook draws its own images. To use your own folder, skip the cell that draws them. It needs
+# The notebook draws its own images. To use your own folder, skip the cell that draws them. The export at the end needs
 # `pip install 'smallvit[export]'`.
 
 # %%
@@ -95,7 +95,12 @@ for group, options in plan["trials"].items():
 #
 # ## Is the choice better?
 #
-# The comparison is a recipe. It tests on images that no trial has used. `compare` gives the same verdicts as the page.
+# The comparison is a recipe. It tests on images that no trial has used. `compare` gives the same verdicts as the page. `advice`
+# is the chosen ViT; the verdict of the small CNN is that against `advice`.
+#
+# Found, in the run that is committed here: mirrored and shifted images gained most in the trials, as expected. As the first
+# layer, shifted patches had a higher score than the convolutional stem. The CNN classifies all test images correctly. Its
+# verdict is inconclusive, because there are too few test images for a difference of a few points.
 
 # %%
 runs = load_recipe("advice/recipe.py").RUNS

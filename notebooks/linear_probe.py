@@ -80,7 +80,8 @@ print(f"{record.steps:,} steps of {run.batch} images, {record.params:,} paramete
 # Self-supervised training can collapse: the model gives the same output for every image, although its loss looks fine. Every
 # run without labels is therefore checked during training. `spread` is 1 if the features point in all directions and 0 if they
 # are all equal. `rank` is the number of directions that the features use. `knn_1` is the accuracy of the nearest labelled
-# image. All three should rise over the whole training, as they do here. A run that collapses is stopped with an error that says so.
+# image. All three should rise, as they do here, with small steps back. A run that collapses is stopped with an error that says
+# so.
 
 # %%
 for check in record.health or []:
@@ -151,7 +152,7 @@ for of in places:
 # %% [markdown]
 # Which block has the best features? `features` with `layers=depth` returns the features of all blocks side by side, in the
 # order of depth, so they can be split again. The next cell trains a logistic regression on the mean of the patches after each
-# block. The last block need not be the best, because it has moved information from the patches to the class token.
+# block. The last block need not be the best: DINO trained its class token, and not its patches.
 
 # %%
 train_features = np.split(features(model, subset.train, of="mean", layers=depth), depth, axis=1)
@@ -193,7 +194,7 @@ confusion_figure(predictions, subset.val.labels, spec.classes)
 # %% [markdown]
 # Look at the images as well, because numbers do not show which mistakes are understandable. In the run that is committed here
 # the most frequent error is a one with a flag that is predicted to be a nine. A few more labelled images of this handwriting
-# would help more than a better probe.
+# may help more than a better probe.
 
 # %%
 wrong = (~correct).nonzero()[0][:30]
