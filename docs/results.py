@@ -360,9 +360,9 @@ def name_of(recipe: str, row: Row) -> str:
     return name + f" (against {row.baseline})" * (row.baseline != row.group)
 
 
-def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
-    """The Markdown table of a page, and a note below it: the baseline's accuracy, the differences of the arms, and their cost.
-    In "report.md" the note is short.
+def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, list[str], str]:
+    """The Markdown table of a page: the baseline's accuracy, the differences of the arms, and their cost. Also the sentences
+    that explain its signs (none in "report.md"), and a note about its runs.
 
     The name of an arm that is compared with another arm than the baseline says so.
 
@@ -391,25 +391,25 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, str]:
     seeds = " or ".join(map(str, sorted({len(row.difference.seeds) for row in shown})))
     steps = max(record.steps or 0 for record in records_of(recipe) if record.arm == baseline[labels[0]].arm)
     table = markdown_table(lines)
-    if page == "report.md":
-        return table, f"{steps:,} steps, {seeds} seeds. The full report is [{recipe}](../../recipes/{recipe}.md)."
-    cost = "Costs are multiples of those of the arm that the row is compared with. " * bool(costs)
-    cost += "MACs: multiply-adds for an image. " * ("macs" in costs)
-    cost += "Speed-up: against the same model without reduction. " * faster
-    fragile = f"{FRAGILE} Fragile: a repetition would give this verdict in fewer than 80 of 100 cases. "
-    perhaps = f"{PERHAPS} May be fragile: these older records do not keep the result of each test image, so it is not known. "
-    against = "A row with *(against X)* is the difference from arm X. "
-    tuned = "Learning rates were chosen for each arm, with many more labelled images than the training has. "
-    note = (
-        f"The first row is the test accuracy of the baseline after {steps:,} training steps. The other rows are differences "
-        "from the baseline in percentage points, with 95% intervals for new seeds and new test images. "
-        f"{against * ('(against ' in table)}{cost}Bold: the [verdict](../explanation/verdicts.md) is *better* or *worse*. "
-        f"Verdicts are corrected for all comparisons of the recipe; the intervals are not. {fragile * (FRAGILE in table)}"
-        f"{perhaps * (PERHAPS in table)}"
-        f"{tuned * any(row.condition.tuned is True for row in shown)}{seeds} seeds. The full report is "
-        f"[{recipe}](../../recipes/{recipe}.md)."
-    )
-    return table, note
+    tuned = any(row.condition.tuned is True for row in shown)
+    signs = [
+        "The first row is the test accuracy of the baseline. The other rows are differences from the baseline in percentage "
+        "points, with 95% intervals for new seeds and new test images.",
+        "A row with *(against X)* is the difference from arm X." * ("(against " in table),
+        "Costs are multiples of those of the arm that the row is compared with." * bool(costs),
+        "MACs: multiply-adds for an image." * ("macs" in costs),
+        "Speed-up: against the same model without reduction." * faster,
+        "Bold: the [verdict](../explanation/verdicts.md) is *better* or *worse*. Verdicts are corrected for all comparisons of "
+        "the recipe; the intervals are not.",
+        f"{FRAGILE} Fragile: a repetition would give this verdict in fewer than 80 of 100 cases." * (FRAGILE in table),
+        f"{PERHAPS} May be fragile: these older records do not keep the result of each test image, so it is not known."
+        * (PERHAPS in table),
+        "Tuning used many more labelled images than the training has." * tuned,
+    ]
+    short = page == "report.md"
+    of_whom, rates = " for the baseline" * (not short), ", learning rates tuned for each arm" * (tuned and not short)
+    runs = f"{steps:,} steps{of_whom}, {seeds} seeds{rates}. The full report is [{recipe}](../../recipes/{recipe}.md)."
+    return table, [sign for sign in signs if sign and not short], runs
 
 
 STROKE_WIDTHS = "tokenizer of CCT, Muon, deformations and stroke widths"
@@ -570,11 +570,19 @@ def arms_in(match: re.Match) -> list[str]:
 
 
 def with_tables(text: str, page: str) -> str:
-    """The text of a page with its tables written again. A note that fits several tables in a row stands below the first."""
-    tables = [arms_table(match["recipe"], arms_in(match), page) for match in TABLE.finditer(text)]
-    earlier = ["", *(note for _, note in tables)]
-    contents = iter([table if note == before else f"{table}\n\n{note}" for (table, note), before in zip(tables, earlier)])
-    return TABLE.sub(lambda match: f"{match['start']}{next(contents)}\n{match['end']}", text)
+    """The text of a page with its tables written again, and a note below each. A sign is explained once on each page, below the
+    first table that has it. A note that fits several tables in a row stands below the first.
+    """
+    contents, explained, before = [], set(), ""
+    for match in TABLE.finditer(text):
+        table, signs, runs = arms_table(match["recipe"], arms_in(match), page)
+        new = [sign for sign in signs if sign not in explained]
+        note = " ".join([*["Read it like the tables above."] * (len(new) < len(signs)), *new, runs])
+        contents.append(table if runs == before and not new else f"{table}\n\n{note}")
+        explained.update(new)
+        before = runs
+    parts = iter(contents)
+    return TABLE.sub(lambda match: f"{match['start']}{next(parts)}\n{match['end']}", text)
 
 
 # recipes that were run again with more steps and tuned learning rates; what they are about

@@ -275,6 +275,16 @@ def test_results_and_pictures_are_those_of_the_records():
             assert there == content, f"run python docs/results.py, which writes {path.name}"
 
 
+def test_signs_of_tables_are_explained_once_on_each_page():
+    paths = (*DOCS.glob("techniques/*.md"), DOCS / "explanation" / "negative-results.md")
+    pages = [page for page in (path.read_text(encoding="utf-8") for path in paths) if "<!-- results:" in page]
+    assert len(pages) >= 20 and any("]**†" in page for page in pages)
+    for page in pages:
+        assert page.count("Bold: the [verdict]") == 1
+        assert page.count("† Fragile:") == ("]**†" in page)
+        assert page.count("(against X)") == ("(against " in page.replace("(against X)", ""))
+
+
 @pytest.mark.parametrize(
     "page, name",
     [(README, "quickstart output"), (DOCS / "tutorials" / "first_comparison.md", "quickstart report")],
