@@ -604,8 +604,8 @@ def earlier() -> dict[str, dict]:
 
 
 def settings_tables() -> str:
-    """For each recipe that was run again, a Markdown table with the differences and verdicts of the short runs at one learning
-    rate, the long ones at this rate, and the long ones at tuned rates. Before the tables: how many verdicts have changed.
+    """For each recipe that was run again and number of labels, a Markdown table with the differences and verdicts of the short
+    runs at one learning rate, the long ones at this rate, and the long ones at tuned rates. Before: how many verdicts changed.
     """
     blocks, changed, counted = [], 0, 0
     for recipe, about in RUN_AGAIN.items():
@@ -614,7 +614,8 @@ def settings_tables() -> str:
         final = [row for row in rows if row.condition.tuned]
         common = {(row.arm, row.labels): row for row in rows if not row.condition.tuned}  # the longest comes last
         now = next(record.run["steps"] for record in records_of(recipe) if record.role == "baseline" and record.tuning)
-        lines = [["Arm", "Labels", f"{old['steps']:,} steps", f"{now:,} steps", f"{now:,} steps, tuned"], ["---"] * 5]
+        header = [["Arm", f"{old['steps']:,} steps", f"{now:,} steps", f"{now:,} steps, tuned"], ["---"] * 4]
+        tables = {row.labels: list(header) for row in final}
         for row in final:
             before = old["arms"].get((row.arm, row.labels, row.baseline))
             counted += before is not None
@@ -622,8 +623,9 @@ def settings_tables() -> str:
             first = judged(*before) if before else "not compared"
             both = ((one.difference, one.verdict) for one in (common[row.arm, row.labels], row))
             shown = [judged(d.mean, d.low, d.high, verdict) for d, verdict in both]
-            lines.append([name_of(recipe, row), f"{row.labels:,}", first, *shown])
-        blocks.append(f"### {about} ([{recipe}](../../recipes/{recipe}.md))\n\n" + markdown_table(lines))
+            tables[row.labels].append([name_of(recipe, row), first, *shown])
+        blocks.append(f"### {about} ([{recipe}](../../recipes/{recipe}.md))")
+        blocks += [f"With {format_labels(labels)}:\n\n{markdown_table(lines)}" for labels, lines in tables.items()]
     summary = f"{changed} of {counted} verdicts changed from the short runs at one learning rate to the long, tuned runs."
     return "\n\n".join([summary, *blocks])
 
