@@ -11,6 +11,7 @@ settings                          docs/explanation/settings.md: short and long r
 recipes                           docs/report.md: the settings of the recipes that it links
 frozen                            docs/report.md, docs/howto/probe_features.md: classifiers on frozen features
 results: RECIPE | ARM; ARM        any page: differences of these arms to their baseline
+against: RECIPE | ARM | ARM; ARM  any page: differences of the arms after the second | to the arm before it
 trials: RECIPE | ARM; ARM         any page: validation accuracy of these arms in the trials of `smallvit tune`
 accuracies: RECIPE | ARM          any page: test accuracy of one arm
 carried: RECIPE | RECIPE; RECIPE  any page: differences of a recipe beside those of the same arms on other data sets
@@ -70,10 +71,10 @@ TECHNIQUES = {
     "FixMatch, against 6x steps": ("semi_supervised", "FixMatch", "semi_supervised"),
     "Mean teacher, against 6x steps": ("semi_supervised", "mean teacher", "semi_supervised"),
     "DINO, against 6x steps": ("dino", "DINO on all digits", "dino"),
-    "DINO pretraining, simpler": ("self_supervised", "DINO", "dino"),
-    "MAE pretraining": ("self_supervised", "MAE", "mae"),
-    "data2vec pretraining": ("self_supervised", "data2vec", "data2vec"),
-    "LeJEPA pretraining": ("self_supervised", "LeJEPA", "lejepa"),
+    "DINO, simpler, against as many steps": ("self_supervised", "DINO", "dino"),
+    "MAE, against as many steps": ("self_supervised", "MAE", "mae"),
+    "data2vec, against as many steps": ("self_supervised", "data2vec", "data2vec"),
+    "LeJEPA, against as many steps": ("self_supervised", "LeJEPA", "lejepa"),
     "Labels and reconstruction (SSAT)": ("ablation", "SSAT", "ssat"),
     "Distances between patches (DrLoc)": ("ablation", "DrLoc", "drloc"),
     "Label spreading, against DINO": ("pseudo_labels", "DINO, labels spread", "label_spreading"),
@@ -102,8 +103,9 @@ OTHER_LABELS = {
     "Muon instead of AdamW": ("few_and_many", "Muon"),
     "Six times the steps": ("few_and_many", "six times the steps"),
     "FixMatch, against 6x steps": ("few_and_many", "FixMatch"),
-    "MAE pretraining": ("few_and_many", "MAE"),
 }
+# techniques that are shown against another control than their recipe names -> this control
+CONTROLS = {f"{name}, against as many steps": "scratch as long" for name in ("DINO, simpler", "MAE", "data2vec", "LeJEPA")}
 LEFT_OUT = {"no deformations"}  # arms without a technique of the baseline: the table shows the opposite of their differences
 # frozen features -> recipe, arm with few labels, and arm with all labels
 FROZEN = {
@@ -141,8 +143,8 @@ WORTH_A_ROW = 0.01  # change of accuracy from which a technique stands in the ta
 FRAGILE, PERHAPS = "†", "‡"
 COSTS = {"macs": "MACs", "images_seen": "Images seen"}  # columns of a technique page, where an arm differs by more than 5%
 BLOCK = r"(?P<start><!-- {}: (?P<recipe>\w+) \| (?P<arms>.+?) -->\n).*?(?P<end><!-- end -->)"
-TABLE, TRIALS, ACCURACIES, CARRIED = (
-    re.compile(BLOCK.format(name), re.DOTALL) for name in ("results", "trials", "accuracies", "carried")
+TABLE, AGAINST, TRIALS, ACCURACIES, CARRIED = (
+    re.compile(BLOCK.format(name), re.DOTALL) for name in ("results", "against", "trials", "accuracies", "carried")
 )
 
 
@@ -153,20 +155,23 @@ def records_of(recipe: str) -> list[Record]:
 
 
 @cache
-def comparison(recipe: str) -> Comparison:
-    """The comparison that the committed records of a recipe give."""
-    return compare(records_of(recipe))
+def comparison(recipe: str, control: str = "") -> Comparison:
+    """The comparison that the committed records of a recipe give. With `control`, this arm is the control of all others."""
+    return compare(records_of(recipe), against=control)
 
 
-def rows_of(recipe: str, arm: str) -> list[Row]:
-    """The results of one arm under the main conditions (tuned, longest training), one row for each number of labels."""
-    return [row for row in comparison(recipe).main_rows if row.arm == arm]
+def rows_of(recipe: str, arm: str, control: str = "") -> list[Row]:
+    """The results of one arm under the main conditions (tuned, longest training), one row for each number of labels. With
+    `control`, they are compared with this arm.
+    """
+    return [row for row in comparison(recipe, control).main_rows if row.arm == arm]
 
 
 def rows_of_technique(name: str) -> list[tuple[str, Row]]:
     """The results of a technique, in the order of the numbers of labels, each with the recipe that measured it."""
     measured = [TECHNIQUES[name][:2], *([OTHER_LABELS[name]] if name in OTHER_LABELS else [])]
-    found = [(recipe, row) for recipe, arm in measured for row in rows_of(recipe, arm) if row.labels and row.difference]
+    compared = [(recipe, row) for recipe, arm in measured for row in rows_of(recipe, arm, CONTROLS.get(name, ""))]
+    found = [(recipe, row) for recipe, row in compared if row.labels and row.difference]
     turned = [(recipe, turned_around(row) if row.arm in LEFT_OUT else row) for recipe, row in found]
     return sorted(turned, key=lambda pair: pair[1].labels)
 
@@ -410,6 +415,29 @@ def arms_table(recipe: str, arms: Sequence[str], page: str) -> tuple[str, list[s
     of_whom, rates = " for the baseline" * (not short), ", learning rates tuned for each arm" * (tuned and not short)
     runs = f"{steps:,} steps{of_whom}, {seeds} seeds{rates}. The full report is [{recipe}](../../recipes/{recipe}.md)."
     return table, [sign for sign in signs if sign and not short], runs
+
+
+def against_table(recipe: str, names: str) -> str:
+    """The Markdown table of arms that are compared with another control than the recipe names. `names` are the control and,
+    after a `|`, the arms. The first row is the accuracy of the control.
+
+    Raises ValueError for an arm without results in the committed records.
+    """
+    control, _, arms = (part.strip() for part in names.partition("|"))
+    accuracy = {row.labels: f"{100 * row.mean:.1f}%" for row in rows_of(recipe, control)}
+    lines = [["Arm", *map(format_labels, accuracy)], ["---"] * (len(accuracy) + 1)]
+    lines.append([f"{control} (control)", *accuracy.values()])
+    for arm in arms.split(";"):
+        rows = {row.labels: row for row in rows_of(recipe, arm.strip(), control)}
+        if not rows:
+            raise ValueError(f"the records of {recipe} have no results of {arm.strip()!r}; expected one of its arms")
+        lines.append([SHOWN_NAMES.get((recipe, arm.strip()), arm.strip()), *(cell(rows.get(labels)) for labels in accuracy)])
+    count = comparison(recipe, control).family
+    note = (
+        f"P-values are corrected for the {count} comparisons with this control, which the recipe did not plan for all arms "
+        f"(`smallvit report {recipe} --against \"{control}\"`). The full report is [{recipe}](../../recipes/{recipe}.md)."
+    )
+    return f"{markdown_table(lines)}\n\n{note}"
 
 
 STROKE_WIDTHS = "tokenizer of CCT, Muon, deformations and stroke widths"
@@ -699,6 +727,11 @@ def with_accuracies(text: str) -> str:
     return ACCURACIES.sub(lambda m: f"{m['start']}{accuracies_table(m['recipe'], m['arms'])}\n{m['end']}", text)
 
 
+def with_against(text: str) -> str:
+    """The text of a page with its tables of arms that are compared with another control written again."""
+    return AGAINST.sub(lambda m: f"{m['start']}{against_table(m['recipe'], m['arms'])}\n{m['end']}", text)
+
+
 def with_carried(text: str) -> str:
     """The text of a page with its tables of several data sets written again."""
     return CARRIED.sub(lambda m: f"{m['start']}{carried_tables(m['recipe'], arms_in(m))}\n{m['end']}", text)
@@ -723,8 +756,8 @@ def written() -> Iterable[tuple[Path, str]]:
     pages = (*sorted((docs / "techniques").glob("*.md")), docs / "explanation" / "negative-results.md", docs / "report.md")
     for page in pages:
         text = page.read_text(encoding="utf-8")
-        if any(kind.search(text) for kind in (TABLE, TRIALS, ACCURACIES, CARRIED)):
-            text = with_carried(with_accuracies(with_trials(with_tables(text, page.name))))
+        if any(kind.search(text) for kind in (TABLE, AGAINST, TRIALS, ACCURACIES, CARRIED)):
+            text = with_against(with_carried(with_accuracies(with_trials(with_tables(text, page.name)))))
             yield page, in_report(text) if page.name == "report.md" else text
 
 

@@ -787,7 +787,8 @@ def write_idx_files(folder, stems=("train", "t10k"), classes=10, first=0, labels
         write_idx(folder / f"{stem}-images-idx3-ubyte", generator.integers(0, 256, (2 * classes, 28, 28), np.uint8))
         label = np.arange(2 * classes, dtype=np.uint8) % classes + first
         if labels == "idx2-int":
-            label = np.stack([label.astype(np.int32), np.full(2 * classes, 70_000, np.int32)], 1)
+            writer = 100 * (stem == "qmnist-test") + np.arange(2 * classes, dtype=np.int32) // 4
+            label = np.stack([label.astype(np.int32), np.full(2 * classes, 70_000, np.int32), writer], 1)
         write_idx(folder / f"{stem}-labels-{labels}", label)
     return folder
 
@@ -830,9 +831,12 @@ def test_emnist_is_transposed_and_its_labels_start_at_zero(tmp_path, offline):
         data.emnist("letter", root=str(tmp_path))
 
 
-def test_qmnist_takes_its_labels_from_the_first_column(tmp_path, offline):
+def test_qmnist_has_its_labels_in_the_first_column_and_its_writers_in_the_third(tmp_path, offline):
     write_idx_files(tmp_path / "QMNIST" / "raw", ("qmnist-train", "qmnist-test"), labels="idx2-int")
-    assert data.qmnist(str(tmp_path)).train.labels.tolist() == [*range(10)] * 2
+    dataset = data.qmnist(str(tmp_path))
+    assert dataset.train.labels.tolist() == [*range(10)] * 2
+    assert dataset.groups.tolist() == [image // 4 for image in range(20)]
+    assert dataset.test_groups.tolist() == [100 + image // 4 for image in range(20)]
 
 
 def test_cifar10_is_read_if_its_checksums_are_right(tmp_path, offline, monkeypatch):

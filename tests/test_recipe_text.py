@@ -9,14 +9,18 @@ written without a sign, `worse by 0.63 points [0.41, 0.85]`.
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from toys import slow_but
+from toys import load_script, slow_but
 
+from smallvit.packing import pack_bits
 from smallvit.record import read_records
 from smallvit.verdicts import compare
+
+neighbors = load_script("neighbors")
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 PUBLISHED = [path for path in RECIPES if path.with_suffix(".jsonl").exists()]
@@ -49,23 +53,23 @@ def sections(doc: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results():
-    """A function from a recipe to the numbers of its records, in percent or points, by kind."""
-    known: dict[Path, dict[str, list]] = {}
+    """A function from a recipe, and perhaps another control, to the numbers of its records, in percent or points, by kind."""
+    known: dict[tuple[Path, str], dict[str, list]] = {}
 
     def percent(intervals) -> list[tuple[float, float]]:
         return [(100 * low, 100 * high) for low, high in intervals if low is not None and high is not None]
 
-    def read(path: Path) -> dict[str, list]:
-        if path not in known:
+    def read(path: Path, control: str = "") -> dict[str, list]:
+        if (path, control) not in known:
             records = read_records(path.with_suffix(".jsonl"))
-            rows = [row for row in compare(records).rows if row.values]
+            rows = [row for row in compare(records, against=control).rows if row.values]
             differences = [row.difference for row in rows if row.difference]
             probes: dict[tuple, list[float]] = {}
             for record in records:
                 for name in (*(record.probes or ()), "augmented_accuracy"):
                     if record.finished and record.test and name in record.test:
                         probes.setdefault((record.labels, record.arm, name), []).append(record.test[name])
-            known[path] = {
+            known[path, control] = {
                 "accuracy": [100 * x for row in rows for x in (fmean(row.values), min(row.values), max(row.values))]
                 + [100 * fmean(values) for values in probes.values()],
                 "SD": [100 * row.sd for row in rows if row.sd is not None],
@@ -77,7 +81,7 @@ def results():
                 "better": [100 * row.difference.mean for row in rows if row.difference and row.verdict == "better"],
                 "worse": [-100 * row.difference.mean for row in rows if row.difference and row.verdict == "worse"],
             }
-        return known[path]
+        return known[path, control]
 
     return read
 
@@ -189,18 +193,20 @@ NOT_RESULTS = re.compile(r"2.4 million|p < 0.05|above 0.05|between −2 and 2 po
 
 def paragraphs(page: str) -> list[str]:
     """The paragraphs and the list items of a page, without its generated tables."""
-    text = re.sub(r"<!-- (results: |accuracies: |carried: |frozen |recipes |best |counts ).*?<!-- end -->", "", page, flags=re.S)
+    text = re.sub(r"<!-- (results: |against: |accuracies: |carried: |frozen |recipes |best |counts ).*?<!-- end -->", "", page, flags=re.S)
     return [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=\d+\. |- )", text) if part.strip()]
 
 
 def unfounded(page: str, results) -> list[str]:
-    """The decimal numbers of a page that are no result of the recipes to which their paragraph links."""
-    wrong = []
+    """The decimal numbers of a page that are no result of the recipes to which their paragraph links. Tables of the page may
+    compare the arms of a recipe with another control.
+    """
+    wrong, tables = [], re.findall(r"<!-- against: (\w+) \| (.+?) \|", page)
     for paragraph in paragraphs(page):
         linked = re.findall(r"\]\(\.\./recipes/(\w+)\.md\)", paragraph)
         kinds: dict[str, list] = {}
-        for recipe in linked:
-            for kind, values in results(REPORT.parents[1] / "recipes" / f"{recipe}.py").items():
+        for recipe, control in [*((recipe, "") for recipe in linked), *(pair for pair in tables if pair[0] in linked)]:
+            for kind, values in results(REPORT.parents[1] / "recipes" / f"{recipe}.py", control).items():
                 kinds.setdefault(kind, []).extend(values)
         # losses are written without a sign, "worse by 2.1 points [1.2, 3.0]": their intervals may be turned around
         kinds["interval"] = [pair for low, high in kinds.get("interval", []) for pair in ((low, high), (-high, -low))]
@@ -215,6 +221,29 @@ def test_numbers_of_the_report_are_those_of_the_linked_records(results):
     page = REPORT.read_text(encoding="utf-8")
     assert sum(len(NUMBER.findall(part)) for part in paragraphs(page)) >= 40
     assert not unfounded(page, results)
+
+
+def test_equal_neighbors_count_as_one_image():
+    single = [record for record in read_records(RECIPES[0].with_name("quickstart.jsonl")) if record.correct]
+    twice = [
+        replace(record, correct=pack_bits(record.correct_bits.repeat(2)), test_images=2 * record.test_images) for record in single
+    ]
+    of_single, of_pairs = (neighbors.widths(compare(records)) for records in (single, neighbors.grouped(twice, 2)))
+    assert of_pairs == pytest.approx(of_single, rel=1e-3) and len(of_single) >= 8
+    of_images = neighbors.widths(compare(twice))
+    assert all(of_images[key] < 0.95 * width for key, width in of_single.items() if key[0] == "accuracy")
+
+
+@pytest.mark.slow
+def test_verdicts_hold_if_neighboring_test_images_count_as_one():
+    """What the report says under "Limits"."""
+    on_mnist = [read_records(path.with_suffix(".jsonl")) for path in PUBLISHED]
+    on_mnist = [records for records in on_mnist if records[0].run["data"]["call"] == "smallvit.data.mnist"]
+    lines = {size: neighbors.report(on_mnist, size).splitlines()[0] for size in neighbors.SIZES}
+    page = " ".join(REPORT.read_text(encoding="utf-8").split())
+    counts = re.search(r"none of the (\d+) verdicts \(of (\d+) comparisons\) changes; with 100, (\w+) become inconclusive", page)
+    for size, changed in ((20, 0), (50, 0), (100, ("none", "one", "two", "three").index(counts[3]))):
+        assert lines[size] == f"{size} images a group: {changed} of {counts[2]} comparisons change ({counts[1]} are better or worse)"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ DIGITS = tuple("0123456789")
 @functools.cache
 def digits() -> Dataset:
     """Return scikit-learn's data set of handwritten digits: 1,797 images of 8 x 8 pixels. The same 500 images are always the
-    test images. Nothing is downloaded.
+    test images. Nothing is downloaded. Thirteen people wrote the digits. It is not recorded who wrote which, so the same people
+    wrote training and test images.
     """
     from sklearn.datasets import load_digits
 
@@ -89,10 +91,15 @@ def qmnist(root: str | None = None) -> Dataset:
     """Return the data set QMNIST: the 60,000 training images of MNIST and 60,000 reconstructed test images, 28 x 28 pixels.
     It is downloaded if a file is missing. `root` is the folder of downloaded data sets, by default the environment variable
     SMALLVIT_DATA, else a cache folder.
+
+    The digits of one person are one group, as in `folder`: validation and training images come from different people, and the
+    interval of a verdict is for new people.
     """
     found = _load_idx("QMNIST", root, ("qmnist-train", "qmnist-test"), "idx2-int", ({"train": True}, {"train": False}))
-    splits = {part: (images, labels[:, 0]) for part, (images, labels) in found.items()}  # the other columns describe the writer
-    return Dataset.from_arrays("qmnist", splits, DIGITS, black=True, digits=True)
+    splits = {part: (images, labels[:, 0]) for part, (images, labels) in found.items()}
+    writers = {part: torch.from_numpy(labels[:, 2].astype(np.int64)) for part, (_, labels) in found.items()}
+    data = Dataset.from_arrays("qmnist", splits, DIGITS, black=True, digits=True)
+    return replace(data, groups=writers["train"], test_groups=writers["test"])
 
 
 @functools.cache
