@@ -223,6 +223,40 @@ def test_numbers_of_the_report_are_those_of_the_linked_records(results):
     assert not unfounded(page, results)
 
 
+TECHNIQUES = REPORT.parent / "techniques"
+# costs, settings, single trials, earlier results, the end of an interval, and losses
+OTHER_NUMBERS = re.compile(
+    r"\d\.\d+( to \d\.\d+)? times|best one of Muon was 0.005, and that of AdamW 0.002|17.6 points behind|from 0.8 to 4.6 points"
+    r"|0.19, against 0.23"
+)
+
+
+def technique_page(path: Path) -> str:
+    """The part of a technique page on results, where each paragraph links all recipes that the page names."""
+    whole = path.read_text(encoding="utf-8")
+    part = re.sub(r"```.*?```", "", whole.partition("## When it helps")[2].partition("## Paper")[0], flags=re.S)
+    named = {name for names in re.findall(r"recipes/(\w+)\.md|<!-- \w+: (\w+) \||`(\w+)`", whole) for name in names}
+    links = "".join(f" [{path.stem}](../recipes/{path.stem}.md)" for path in PUBLISHED if path.stem in named)
+    found = [OTHER_NUMBERS.sub("", each) + links for each in paragraphs(part) if not each.startswith("*One trial, not a comparison*")]
+    return "\n\n".join([*found, *re.findall(r"<!-- against: .*?-->", part)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(TECHNIQUES.glob("*.md")), ids=lambda path: path.stem)
+def test_numbers_of_a_technique_page_are_those_of_its_recipes(path, results):
+    assert not unfounded(technique_page(path), results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, right, other",
+    [("deep_ensembles", "92.9%", "92.4%"), ("token_pruning", "4.1 points", "8.3 points"), ("dino", "98.2%", "98.9%")],
+)
+def test_changed_number_of_a_technique_page_is_noticed(name, right, other, results):
+    page = technique_page(TECHNIQUES / f"{name}.md")
+    assert right in page and unfounded(page.replace(right, other), results)
+
+
 def test_equal_neighbors_count_as_one_image():
     single = [record for record in read_records(RECIPES[0].with_name("quickstart.jsonl")) if record.correct]
     twice = [
