@@ -6,7 +6,7 @@ writes `docs/_static/results-light.svg` and `accuracy-light.svg`, both also for 
 block begins with one of these lines and ends with `<!-- end -->`:
 
 results                           README.md: the techniques that gain most, at each number of labels
-quickstart output                 README.md: what the recipe `quickstart` prints
+quickstart output                 README.md, docs/index.md: what the recipe `quickstart` prints
 settings                          docs/explanation/settings.md: short and long runs, tuned and not tuned
 recipes                           docs/report.md: the settings of the recipes that it links
 frozen                            docs/report.md, docs/howto/probe_features.md: classifiers on frozen features
@@ -746,6 +746,8 @@ def written() -> Iterable[tuple[Path, str]]:
     output = with_block(readme.read_text(encoding="utf-8"), "quickstart output", quickstart_output())
     yield readme, with_block(output, "results", table())
     docs = ROOT / "docs"
+    front = docs / "index.md"
+    yield front, with_block(front.read_text(encoding="utf-8"), "quickstart output", quickstart_output())
     index = docs / "recipes" / "index.md"
     text = index.read_text(encoding="utf-8")
     yield index, with_block(text, "reports", reports(re.findall(r"^\w+$", text.partition("{toctree}")[2], re.MULTILINE)))
