@@ -33,7 +33,8 @@ class DataSpec:
     `digits=True` says that mirroring an image or rotating it by 180 degrees changes its label, as for digits and letters.
     `dtype` is the type of the stored pixels: "uint8" for 0 to 255, which stand for 0 to 1, or "float32".
 
-    Raises   ValueError for another number of means or standard deviations than channels, and for a standard deviation of 0.
+    Raises   ValueError for a `size` that is not a pair, for one number or one text in place of a tuple, for another number of
+             means or standard deviations than channels, and for a standard deviation of 0.
     """
 
     name: str
@@ -46,6 +47,12 @@ class DataSpec:
     dtype: str = "uint8"
 
     def __post_init__(self):
+        several = all(hasattr(each, "__len__") and not isinstance(each, str) for each in (self.classes, self.mean, self.std))
+        if not several or not hasattr(self.size, "__len__") or len(self.size) != 2:
+            raise ValueError(
+                f"{self.name}: got size={self.size!r}, classes={self.classes!r:.60}, mean={self.mean!r}, std={self.std!r}; "
+                "expected size=(height, width), and tuples of the names of the classes and of the mean and std of each channel"
+            )
         if not len(self.mean) == len(self.std) == self.channels or not all(std > 0 for std in self.std):
             raise ValueError(
                 f"{self.name}: expected {self.channels} means and standard deviations above 0, got {self.mean} and {self.std}"
