@@ -533,6 +533,7 @@ def test_model_without_maps_is_refused_by_name_and_hooks_removed(build, message)
         (lambda model, x: attention_maps(model, x[:0]), "no images to look at"),
         (lambda model, x: rollout(model, x[:0]), "no images to look at"),
         (lambda model, x: attention_maps(model, x.to(torch.uint8)), "got pixels of type torch.uint8; expected normalized floats"),
+        (lambda model, x: attention_maps(model, x[0]), r"pixels of shape \(1, \d+, \d+\); expected b c h w: images\[None\]"),
         (lambda model, x: rollout(model, [x]), "got list; expected a tensor of normalized pixels, b c h w"),
         (lambda model, x: rollout(model, x, heads="sum"), "got heads='sum', residual=0.5; expected one of mean, max, min"),
         (lambda model, x: rollout(model, x, residual=1.5), "residual=1.5; expected .* a share from 0 to 1"),

@@ -66,7 +66,7 @@ def trace(model: nn.Module, images: Tensor) -> Trace:
 
 
 def require_tensor(images: Any):
-    """Raise ValueError unless `images` is a tensor of floats with at least one image."""
+    """Raise ValueError unless `images` is a tensor of floats (batch, channels, height, width) with at least one image."""
     import torch
 
     if not isinstance(images, torch.Tensor):
@@ -79,6 +79,8 @@ def require_tensor(images: Any):
             f"got pixels of type {images.dtype}; expected normalized floats, b c h w: divide bytes by 255 and normalize them "
             "as in training"
         )
+    if images.ndim != 4:
+        raise ValueError(f"got pixels of shape {tuple(images.shape)}; expected b c h w: images[None] for a single image c h w")
     if not len(images):
         raise ValueError("there are no images to look at; expected at least one, b c h w")
 
