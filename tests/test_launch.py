@@ -661,6 +661,16 @@ def test_run_whose_dependency_another_process_trains_is_left_out(tmp_path):
     assert schedule.next_group(1) == [] and len(schedule.requested_records) == 2
 
 
+def test_script_that_launches_without_a_guard_ends_with_what_to_do(tmp_path):
+    lines = ("from test_launch import comparison, launch", f"launch(comparison(1), {str(tmp_path)!r}, recipe='t', jobs=1)")
+    script = tmp_path / "unguarded.py"
+    script.write_text("\n".join(lines))
+    path = os.pathsep.join(path for path in sys.path if path)
+    ended = subprocess.run([sys.executable, script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert ended.returncode == 1 and 'below the line: if __name__ == "__main__":' in ended.stderr.splitlines()[-1]
+    assert not [*tmp_path.rglob(RECORD)], "no run is said to have been interrupted"
+
+
 def test_dependencies_come_right_before_the_run_that_needs_them():
     dependencies = [{}, {"init": 5}, {"init": 6, "teacher": 1}, {}, {"init": 5}, {}, {}]
     assert dependencies_first(range(7), dependencies) == [0, 5, 1, 6, 2, 3, 4]

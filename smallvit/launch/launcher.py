@@ -46,7 +46,8 @@ def launch(
 
     A run that fails leaves a record with its error, and the other runs go on. Failed runs are trained again only with
     `retry=True`, or if `retry` is a function that returns True for their record; runs whose external weights were unavailable
-    are tried again each time. If a worker is killed, its run is resumed once from its checkpoint.
+    are tried again each time. If a worker is killed, its run is resumed once from its checkpoint. A script calls this function
+    below `if __name__ == "__main__":`, because the workers import the script.
 
     runs         the runs to train, as `ablate` returns them
     out, recipe  the runs lie in the folder `out/recipe`
@@ -70,8 +71,8 @@ def launch(
     show         called with each new record
 
     Raises       ValueError for a device that is not there, for invalid options, for a folder that holds another run, and for
-                 data that cannot be read, have changed, or have no test images (unless `validation_only`), and for a damaged
-                 file of the reads of test images.
+                 data that cannot be read, have changed, or have no test images (unless `validation_only`), for a damaged
+                 file of the reads of test images, and if a worker cannot import the script that calls this function.
     """
     out = Path(out).expanduser()
     if engine is None:

@@ -62,6 +62,7 @@ class LocalEngine(Engine):
         for future in ended:
             worker, error = self.busy.pop(future), future.exception()
             if isinstance(error, BrokenProcessPool):
+                worker.check_begun()
                 worker.restart()
                 error = Killed()
             elif is_gpu_lost(error):  # every later run of this process would fail as well
@@ -216,6 +217,18 @@ class Worker:
         except BrokenProcessPool:  # the process died while it was idle
             self.restart()
             return self.start(group, tasks)
+
+    def check_begun(self):
+        """Raise ValueError if the process, which has died, ended with an error before it began to train. The next one would end
+        in the same way.
+        """
+        processes = list((self.pool._processes or {}).values())
+        self.pool.shutdown()  # waits until the exit status is known
+        if self.progress[0] < 0 and any(process.exitcode == 1 for process in processes):
+            raise ValueError(
+                "a worker process ended with the error above before it could train; each worker process imports the script "
+                'that calls launch, so write this call below the line: if __name__ == "__main__":'
+            )
 
     def kill(self):
         """Kill the worker process. Its files stay intact, because every file is first written under a temporary name and then
