@@ -135,6 +135,17 @@ def test_progress_file_beside_a_record_is_ignored_unless_a_failed_run_is_trained
     assert counts(state) == {"finished": 1, "failed": 1, "unavailable": 1} and state.ended and not state.running
 
 
+def test_deleted_pretraining_of_finished_runs_does_not_wait(tmp_path):
+    arms = {"scratch": SHORT, "+init": SHORT.vary(init=SHORT.vary(lr=2e-3, init=SHORT.vary(lr=3e-3)))}
+    runs = ablate(arms, labels=[50], seeds=[0], references=False)
+    for entry in runs:
+        end(entry, tmp_path)
+    state = state_of(runs, tmp_path)
+    assert counts(state) == {"finished": 2} and state.ended, "smallvit run would not train the pretraining again"
+    (place_of(runs[1], tmp_path) / RECORD).unlink()
+    assert counts(state_of(runs, tmp_path)) == {"finished": 1, "waiting": 3}
+
+
 def test_arm_without_weights_is_not_among_the_runs_that_are_counted(tmp_path):
     """One run of the arm was tried, so the others cannot be trained either."""
     end(RUNS[1], tmp_path, "unavailable")

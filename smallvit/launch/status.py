@@ -216,18 +216,34 @@ class RecipeState:
     """The states of all runs of a recipe and of the earlier runs that they need, as the files say. `runs` are the runs,
     `recipe_runs` all runs of the recipe, and `out/recipe` is the folder in which they are stored.
 
-    entries  the runs, with these earlier runs
+    entries  the runs, with these earlier runs. Those without a record that only finished runs need are left out
     states   their states when `update` was called last
     """
 
     def __init__(self, runs: Sequence[ArmRun], recipe_runs: Iterable[ArmRun], out: Path, recipe: str):
-        self.entries, _ = with_dependencies(runs, recipe_runs)
+        self.entries, dependencies = with_dependencies(runs, recipe_runs)
         self.top = Path(out, recipe)
         self.folders = folders(self.entries, out, recipe)
         self.fingerprints = [fingerprint(entry.run) for entry in self.entries]
         self.states = [RunState() for _ in self.entries]
         self.workers: dict[tuple[str, int], float] = {}  # host and number of worker processes -> when they were seen last
         self.known: dict[Path, tuple[tuple[int, int], Record | str]] = {}  # records by the time and size of their file
+        self.leave_out_unneeded(len(runs), dependencies)
+
+    def leave_out_unneeded(self, requested: int, dependencies: Sequence[dict[str, int]]):
+        """Leave out the earlier runs without a record that only finished runs need: they are not trained again. The first
+        `requested` runs stay. `dependencies` are those that `with_dependencies` returns.
+        """
+        found = [self.read_record(index) for index in range(len(self.entries))]
+        needed = set(queue := [*range(requested)])
+        for index in queue:  # grows during the loop
+            record = found[index]
+            if not isinstance(record, Record) or not record.finished:
+                queue += {*dependencies[index].values()} - needed
+                needed.update(dependencies[index].values())
+        kept = [index for index, record in enumerate(found) if index in needed or record is not None]
+        for name in ("entries", "folders", "fingerprints", "states"):
+            setattr(self, name, [getattr(self, name)[index] for index in kept])
 
     def update(self):
         """Read the states of all runs that had not finished at the last call."""
