@@ -254,6 +254,12 @@ def test_unequal_costs_are_marked_with_pretraining_and_further_labels_counted():
     assert "| +A | 1,040 | – |" in markdown(change(rows, "+A", macs=None), **PAGE)
 
 
+def test_marks_of_costs_are_explained_where_there_are_some():
+    equal, other = html(PLAIN, **PAGE), html(change(PLAIN, "+A", macs=6_000_000), **PAGE)
+    assert "pretraining included.</p>" in equal and "Marked costs differ" not in equal
+    assert "Marked costs differ from the baseline's by more than 5%." in other
+
+
 # Several baselines
 
 

@@ -123,6 +123,7 @@ def html(
         }
         parts = with_one_score(comparison).parts()
         page["controls"] = any(row.control for row in comparison.rows)
+        page["marked"] = any(row.unequal for condition in comparison.main for row in comparison.at(condition))
         page["figures"] = {name: [(part, Markup(svg)) for part in parts if (svg := f(part))] for name, f in draw.items()}
         page["styles"] = {arm: look for part in comparison.parts() for arm, look in styles(part).items()}
         page["score"], page["units"] = score_in(comparison), comparison.rows[0].units
