@@ -466,6 +466,11 @@ def test_plan_is_kept_and_belongs_to_one_folder_and_one_time():
     assert opened_plan(Path("shapes"), images, Path("advice"), options()) == kept
     with pytest.raises(ValueError, match=r"advice with minutes 15.0, and now it is 30.0; use another --into"):
         opened_plan(Path("shapes"), images, Path("advice"), options(minutes=30.0))
+    Path("shapes").rename("moved")
+    with pytest.raises(ValueError, match=r"folder \S+shapes, and now it is \S+moved; if the images were moved, leave a link to them"):
+        opened_plan(Path("moved"), images, Path("advice"), options())
+    Path("shapes").symlink_to("moved")
+    assert opened_plan(Path("shapes"), images, Path("advice"), options()) == kept
     Path("advice/plan.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a plan of this version"):
         opened_plan(Path("shapes"), images, Path("advice"), options())

@@ -133,10 +133,14 @@ def opened_plan(folder: Path, images: Inspection, out: Path, options: argparse.N
         out.mkdir(parents=True, exist_ok=True)
         return new
     for name in ("folder", "minutes", "digits", "size", "group_by", "share", "val"):
-        if getattr(found, name) != getattr(new, name):
+        before, now = getattr(found, name), getattr(new, name)
+        if name == "folder" and Path(before).resolve() == Path(now):
+            continue  # a link to the images, which were moved
+        if before != now:
+            link = "; if the images were moved, leave a link to them there" * (name == "folder")
             raise ValueError(
-                f"{out} holds advice with {name} {getattr(found, name)}, and now it is {getattr(new, name)}; use another"
-                " --into, or delete this folder to start again"
+                f"{out} holds advice with {name} {before}, and now it is {now}{link}; use another --into, or delete {out} to "
+                "start again"
             )
     change_plan(found, out, options)
     return found
