@@ -368,6 +368,15 @@ def test_estimate_measures_what_is_slower_than_the_baseline_and_names_it(capsys,
     assert command[1] == "70" and command[2] == "35 min"
     assert shlex.split(command[3]) == ["new", "photos_quick.py", "--data", "photos", "--quick"]
     assert parser().parse_args(shlex.split(command[3])).quick, "the command line must know the option that is advised"
+    assert "other programs" not in printed
+
+
+def test_estimate_says_that_other_programs_make_it_slower(capsys, estimates, monkeypatch):
+    photos()
+    monkeypatch.setattr(plan, "computing_processes", lambda: 1.0)
+    assert main(["new", "--data", "photos", "--quick"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "(measured: a few steps" in line)
+    assert line.endswith("); other programs keep about 1 core busy, which makes it slower")
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def planned(file: Path, images: Inspection, smaller: str) -> str:
     """
     from smallvit.ablation import with_dependencies
     from smallvit.launch.local import cores
-    from smallvit.launch.plan import clock, computing_processes, parallel, slowdown
+    from smallvit.launch.plan import busy, clock, computing_processes, parallel, slowdown
     from smallvit.passes import run_count
     from smallvit.recipe import load_recipe
 
@@ -170,7 +170,8 @@ def planned(file: Path, images: Inspection, smaller: str) -> str:
     seconds, measured = seconds_of_arms(runs)
     arms = Counter(entry.arm for entry in runs if entry.role in ("baseline", "technique"))
     jobs = min(cores(), len(runs))
-    factor = slowdown(computing_processes(), jobs)
+    other_programs = computing_processes()
+    factor = slowdown(other_programs, jobs)
     baseline = next(entry for entry in runs if entry.role == "baseline")
     each = run_count([entry.seed for entry in runs if entry.arm == baseline.arm], baseline.run.folds)
     others = how_many(len(seconds) - len(arms), "reference or earlier run", "references and earlier runs")
@@ -182,7 +183,7 @@ def planned(file: Path, images: Inspection, smaller: str) -> str:
     workers = how_many(jobs, "worker process", "worker processes")
     lines = [
         f"{len(arms)} arms and {others}, {each} of each arm, {len(runs):,} runs in all",
-        f"about {time(runs)} with {workers} (measured: a few steps of {', '.join(measured)}{like_first})",
+        f"about {time(runs)} with {workers} (measured: a few steps of {', '.join(measured)}{like_first}){busy(other_programs)}",
         possible_verdicts(images, quick=not smaller),
     ]
     if smaller:

@@ -111,7 +111,7 @@ def plan(
     source = "estimated from a few steps and one evaluation of each arm"
     text = f"about {clock(total)}{more} with {how_many(jobs, 'worker process', 'worker processes')} on {device}, {source}"
     text += f"; without {how_many(untimed, 'run')} that cannot be timed" * bool(untimed)
-    text += f"; other programs keep about {others:.0f} cores busy, which makes it slower" * (others >= 0.5)
+    text += busy(others)
     done = [*ending_texts([*endings.values()]), "the others take "] if len(left) < len(runs) else [""]
     return "\n".join([*data, *lines, f"{how_many(len(runs), 'run')}, {', '.join(done)}{text}"])
 
@@ -209,6 +209,14 @@ def computing_processes() -> float:
             time.sleep(0.05)
             counts.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1)  # without this process
     return fmean(counts) if counts else 0.0
+
+
+def busy(others: float) -> str:
+    """Return the end of a sentence about a time, which says that other programs make it longer. `others` is the number of their
+    processes. The text is empty if they hardly use the processor.
+    """
+    cores = how_many(max(1, round(others)), "core")
+    return f"; other programs keep about {cores} busy, which makes it slower" * (others >= 0.5)
 
 
 def slowdown(others: float, jobs: int) -> float:
