@@ -55,7 +55,7 @@ def missing_recipe(path: Path, recipes: Sequence[str]) -> str:
     folder = path.parent.absolute()
     beside = {file.stem: str(file) for file in sorted(path.parent.glob("*.py"))}
     near = [beside[stem] for stem in get_close_matches(path.stem, beside, 1, 0.6)]
-    near = near or get_close_matches(path.stem, recipes, 1, 0.4)
+    near = near or get_close_matches(path.stem, recipes, 1, 0.6)
     is_file = path.suffix == ".py" or path.parent != Path(".")
     missing = f"there is no file {path.name} in {folder}" if is_file else f"there is no recipe {str(path)!r}"
     if not folder.is_dir():

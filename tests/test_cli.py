@@ -514,6 +514,7 @@ def test_name_of_a_recipe_file_is_compared_with_files_first_and_then_with_recipe
     "words, message",
     [
         (["run", "quickstrat"], "did you mean 'quickstart'?"),
+        (["run", "nothere"], "there is no recipe 'nothere'; expected"),
         (["run", "quickstrat"], "there is no recipe 'quickstrat'"),
         (["run", "nowhere.py"], "there is no file nowhere.py in /"),
         (["run", "nowhere.py"], "expected one of the files mine.py, or the path of another .py file, or one of the recipes ablation"),

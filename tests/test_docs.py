@@ -367,3 +367,11 @@ def test_site_builds_without_a_warning(tmp_path):
     built = subprocess.run([*command, str(DOCS), str(tmp_path / "site")], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-2_000:]
     assert (tmp_path / "site" / "reference" / "attention.html").exists()
+
+
+def test_recipes_that_are_said_to_have_no_results_have_none():
+    said = []
+    for page in PAGES:
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        said += [re.findall(r"`(\w+)`", before)[-5:] for before in re.findall(r"([^.]*\.)? They have no results yet", text)]
+    assert said and not [name for names in said for name in names if (ROOT / "recipes" / f"{name}.jsonl").exists()]
