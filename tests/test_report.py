@@ -737,6 +737,54 @@ def test_long_names_are_shortened_in_figures_and_any_script_is_drawn():
 
 
 @pytest.mark.figures
+@pytest.mark.parametrize("worst, log", [(-0.3, True), (-0.03, False)])
+@pytest.mark.parametrize("others", [1, 4])
+def test_one_very_bad_arm_does_not_hide_the_differences_of_the_others(worst, log, others, kept, monkeypatch):
+    rows = records({"scratch": 0, **{f"+{k}": 0.01 for k in range(others)}, "+bad": worst}, noise=0.005)
+    figures.forest(compare(rows))
+    (ax,) = kept[0].axes
+    assert ax.get_xscale() == ("symlog" if log else "linear")
+    place = (ax.transScale + ax.transLimits).transform
+    small, zero = (float(place((x, 0))[0]) for x in (1, 0))
+    assert small - zero > 0.1, "the width of one point, as a part of the panel"
+    monkeypatch.undo()
+    seen = figures.forest(compare(rows))
+    assert ("logarithmic beyond ±2" in seen) == (">−20</text>" in seen) == log
+
+
+@pytest.mark.figures
+def test_an_axis_of_log_losses_is_logarithmic_beyond_a_power_of_ten_near_the_median():
+    rows = records({"scratch": 0, "+A": -0.02, "+B": 0.025, "+bad": -0.8})
+    rows = [replace(r, score="log_loss", test={"log_loss": 1 - (r.result or 0)}, lower_is_better=True) for r in rows]
+    seen = figures.forest(compare(rows))
+    assert "logarithmic beyond ±0.01" in seen and ">+0.5</text>" in seen
+    assert "logarithmic" not in figures.forest(compare([r for r in rows if r.arm != "+bad"]))
+
+
+@pytest.mark.figures
+@pytest.mark.parametrize("n, by_verdict", [(11, False), (12, True)])
+def test_colors_of_many_arms_show_the_verdict(n, by_verdict, kept, monkeypatch):
+    rows = records({"scratch": 0, "+A": 0.02, "+B": -0.02, **{f"+{k}": 0 for k in range(2, n)}})
+    rows = fail(rows, "+3", 0)
+    verdicts = {row.arm: row.verdict for row in compare(rows).rows if row.verdict}
+    assert len(verdicts) == n and set(verdicts.values()) == {"better", "worse", "inconclusive", "no verdict"}
+    figures.forest(compare(rows))
+    (ax,) = kept[0].axes
+    means = [line for line in ax.lines if len(line.get_xdata()) == 1]
+    looks = {arm: (m.get_color(), m.get_marker(), m.get_markerfacecolor()) for arm, m in zip(verdicts, means, strict=True)}
+    of_verdicts = {"better": ("#0e0e0e", "^", "#0e0e0e"), "worse": ("#0f0f0f", "v", "#0f0f0f")}
+    if by_verdict:
+        assert looks == {arm: of_verdicts.get(verdict, ("#0b0b0b", "o", "#0d0d0d")) for arm, verdict in verdicts.items()}
+        texts = [text.get_text() for text in kept[0].legends[0].get_texts()]
+        assert texts == ["better", "worse", "inconclusive or no verdict"]
+    else:
+        assert len(set(looks.values())) == n and not kept[0].legends
+    monkeypatch.undo()
+    seen = figures.forest(compare(rows))
+    assert ("var(--good)" in seen) == ("var(--bad)" in seen) == by_verdict and "#0e0e0e" not in seen and "#0f0f0f" not in seen
+
+
+@pytest.mark.figures
 @pytest.mark.parametrize("macs, drawn", [(6e6, True), (4.1e6, False)])
 def test_accuracy_is_drawn_against_macs_if_techniques_differ_in_them(macs, drawn):
     rows = records({"scratch": 0, "+A": -0.01, "+B": 0}, labels=(100, 1000))

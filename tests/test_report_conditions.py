@@ -274,6 +274,7 @@ def test_large_differences_against_the_length_do_not_hide_small_ones(wide, monke
     by_length(compare([*rows, *cell({"scratch": 0, "+A": 0.01}, length=2_000, tuned=TUNED)]))
     (ax,) = found[0].axes
     assert ax.get_yscale() == ("symlog" if wide else "linear") and ax.get_xscale() == "log"
+    assert ax.get_ylabel() == "difference, points" + "\nlogarithmic beyond ±2" * wide
     assert list(ax.get_xticks()) == [500, 2_000]
     hollow = [line for line in ax.lines if line.get_markerfacecolor() == "#0d0d0d"]
     assert len(hollow) == 1 and hollow[0].get_xdata()[0] > 2_000

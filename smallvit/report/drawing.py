@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
+from statistics import median_low
 from typing import Any
 
 from smallvit.verdicts.comparison import Comparison, Condition, Difference, Row
@@ -21,7 +22,8 @@ LIGHT = ("#006aff", "#f65914", "#0aa696", "#da01b9", "#977543", "#025084", "#8f4
 DARK = ("#5891ff", "#ff937f", "#38706c", "#b41eab", "#f0cb59", "#12d7ff", "#fc0017", "#6845ef")
 GLYPHS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★", "p": "⬟"}
 LONGEST = 60  # characters of a name in a figure; longer names leave no room for the panels
-INK, FAINT, PAGE, ARM = "#0a0a0a", "#0b0b0b", "#0d0d0d", "#0c0c{:02x}"  # replaced by the CSS variables when the SVG is written
+# replaced by the CSS variables when the SVG is written
+INK, FAINT, PAGE, GOOD, BAD, ARM = "#0a0a0a", "#0b0b0b", "#0d0d0d", "#0e0e0e", "#0f0f0f", "#0c0c{:02x}"
 STYLE = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -92,13 +94,15 @@ def shortened(name: str) -> str:
 
 def draw_arm(ax, y: int, result: Row | Difference, look: dict, scale: int = 1):
     """Draw the results of one arm (variant) into the matplotlib axes `ax` at height `y`: a dot for each seed, the mean and its
-    95% interval. `look` is a dict with color and marker. All values are multiplied by `scale`.
+    95% interval. `look` is a dict with color and marker, and it may have a `markerfacecolor`. All values are multiplied by
+    `scale`.
     """
     values = [scale * v for v in result.values]
     ax.plot(values, [y + 0.2] * len(values), "o", color=look["color"], alpha=0.45, markersize=3.5)
     if result.low is not None and result.high is not None:
         ax.plot([scale * result.low, scale * result.high], [y - 0.08] * 2, color=look["color"], linewidth=2)
-    ax.plot([scale * (result.mean or 0.0)], [y - 0.08], look["marker"], color=look["color"])
+    fill = look.get("markerfacecolor", look["color"])
+    ax.plot([scale * (result.mean or 0.0)], [y - 0.08], look["marker"], color=look["color"], markerfacecolor=fill)
 
 
 def draw_mean(ax, x: float, result: Row | Difference, look: dict, *, scale: int = 1, hollow: bool = False, **options):
@@ -180,14 +184,34 @@ def set_log_ticks(ax, low: float, high: float):
     ax.minorticks_off()
 
 
-def set_difference_axis(ax):
-    """Make the y axis of a plot of differences, in percentage points, linear up to 2 points and logarithmic beyond."""
-    ticks = [0, *(sign * x for x in (1, 2, 5, 10, 20, 50) for sign in (-1, 1))]
-    low, high = ax.get_ylim()
-    ax.set_yscale("symlog", linthresh=2, linscale=1)
-    ax.set_ylim(low, high)
-    inside = sorted(x for x in ticks if low <= x <= high)
-    ax.set_yticks(inside, [f"{x:+d}".replace("-", "−") if x else "0" for x in inside])
+def set_difference_axis(ax, axis: str, differences: Sequence[Difference], max_ticks: int, score: Score) -> str:
+    """Make an axis of a plot of differences logarithmic beyond a small one, if the largest would hide a typical one. Return a
+    note for the label of the axis, which is empty if the axis stays linear. `ax` is the matplotlib axes, in which everything is
+    drawn, `axis` is "x" or "y", and `max_ticks` is the largest number of ticks, approximately. `score` says in which unit the
+    differences are drawn: those of an accuracy are in percentage points.
+
+    The size of a difference is the largest absolute value in its interval. The axis is logarithmic if the largest size is more
+    than five times the median and more than twice the linear part. This ends at 2 points, or, for a score that is not in
+    percent, at the power of ten that is nearest to the median.
+    """
+    scale = 100 if score.percent else 1
+    sizes = [scale * max(abs(x) for x in (d.mean, d.low, d.high) if x is not None) for d in differences]
+    sizes = [size for size in sizes if 0 < size < math.inf]
+    typical = median_low(sizes or [1.0])
+    linear = 2.0 if score.percent else 10.0 ** round(math.log10(typical))
+    if max(sizes, default=0.0) <= max(5 * typical, 2 * linear):
+        return ""
+    getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear, linscale=1)
+    low, high = getattr(ax, f"get_{axis}lim")()
+    place = getattr(ax, f"{axis}axis").get_transform().transform
+    apart, kept = (place(high) - place(low)) / max_ticks, [0.0]
+    powers = range(math.floor(math.log10(linear)) - 1, math.ceil(math.log10(max(-low, high))))
+    for first in (linear, *(10.0**power for power in powers), *(k * 10.0**power for power in powers for k in (2, 5))):
+        for tick in (-first, first):
+            if first >= linear / 2 and low <= tick <= high and all(abs(place(tick) - place(t)) > apart for t in kept):
+                kept.append(tick)
+    getattr(ax, f"set_{axis}ticks")(sorted(kept), [f"{x:+g}".replace("-", "−") if x else "0" for x in sorted(kept)])
+    return f"\nlogarithmic beyond ±{linear:g}"
 
 
 def name_lines(ax, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, dict], words: Mapping[str, str] | None = None):
@@ -220,7 +244,8 @@ def css(color: str) -> str:
     """Return the name of the CSS variable that replaces a matplotlib color in an SVG text, such as `var(--ink)` for the color
     of text.
     """
-    return {INK: "var(--ink)", FAINT: "var(--faint)", PAGE: "var(--page)"}.get(color) or f"var(--arm-{int(color[-2:], 16)})"
+    names = {INK: "ink", FAINT: "faint", PAGE: "page", GOOD: "good", BAD: "bad"}
+    return f"var(--{names.get(color) or f'arm-{int(color[-2:], 16)}'})"
 
 
 def svg(figure, name: str, label: str) -> str:
@@ -246,5 +271,5 @@ def svg(figure, name: str, label: str) -> str:
     text = page.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
-    text = re.sub(f"(?<=: )({INK}|{FAINT}|{PAGE}|#0c0c[0-9a-f]{{2}})", lambda match: css(match[0]), text)
+    text = re.sub(f"(?<=: )({INK}|{FAINT}|{PAGE}|{GOOD}|{BAD}|#0c0c[0-9a-f]{{2}})", lambda match: css(match[0]), text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)

@@ -1,4 +1,6 @@
-"""Figures of a comparison with one baseline, as inline SVG. An arm has the same color and marker in all of them."""
+"""Figures of a comparison with one baseline, as inline SVG. An arm has the same color and marker in all of them, except in a
+forest plot of many arms.
+"""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
@@ -10,8 +12,11 @@ from smallvit.verdicts.costs import TOLERANCE
 from smallvit.verdicts.score import ACCURACY
 
 from .drawing import (
+    BAD,
     FAINT,
+    GOOD,
     INK,
+    PAGE,
     draw_arm,
     draw_mean,
     name_lines,
@@ -29,6 +34,8 @@ from .format import multiply_adds
 from .settings import Trial, option_names
 from .units import score_in
 
+MANY_ARMS = 12  # from so many arms on, colors of a forest plot show verdicts: eight hues do not tell them apart
+
 
 @style()
 def forest(comparison: Comparison) -> str:
@@ -36,22 +43,43 @@ def forest(comparison: Comparison) -> str:
     Return the figure as SVG text.
 
     The differences are paired, for an accuracy in percentage points. Small dots are seeds, the marker is their mean and the bar
-    is its 95% interval on new test images.
+    is its 95% interval on new test images. From `MANY_ARMS` arms on, colors and markers show the verdicts. If an arm is much
+    worse or better than the others, the axis is logarithmic for large differences.
     """
     judged = [row for row in comparison.main_rows if row.role == "technique"]
     arms = list(dict.fromkeys(row.arm for row in judged))
     score = score_in(comparison)
     names = [next(arm_and_control(row) for row in judged if row.arm == arm) for arm in arms]
-    rows = {c: {r.arm: r.difference for r in judged if r.condition == c and r.difference} for c in comparison.main}
+    rows = {c: [(r, r.difference) for r in judged if r.condition == c and r.difference] for c in comparison.main}
     figure, panels = subplots([c for c in rows if rows[c]], names)
+    looks = verdict_looks(figure, judged) if len(arms) >= MANY_ARMS else {}
+    scale = 100 if score.percent else 1
     for c, ax in panels.items():
         ax.axvline(0, color=INK, linewidth=1)
-        for arm, d in rows[c].items():
-            draw_arm(ax, arms.index(arm), d, styles(comparison)[arm], scale=100 if score.percent else 1)
+        for r, d in rows[c]:
+            draw_arm(ax, arms.index(r.arm), d, looks[r.verdict] if looks else styles(comparison)[r.arm], scale)
         ax.locator_params(axis="x", nbins=6)
+        note = set_difference_axis(ax, "x", [d for _, d in rows[c]], 28 // min(3, len(panels)), score)
         control = shortened(comparison.baseline) if names == arms else "the arm that it is compared with"
-        ax.set(xlabel=f"{'points' if score.percent else score.title} above {control}")
+        ax.set(xlabel=f"{'points' if score.percent else score.title} above {control}{note}")
     return svg(figure, "forest", "paired differences to the baseline")
+
+
+def verdict_looks(figure, rows: Sequence[Row]) -> dict[str | None, dict]:
+    """Return the look of each verdict of `rows` as a dict from the verdict to a dict with color and marker, and explain them in
+    a legend of the matplotlib figure. Colors and markers are those of the tables. Only better and worse have filled markers.
+    """
+    from matplotlib.lines import Line2D
+
+    looks: dict[str | None, dict] = {"better": {"color": GOOD, "marker": "^"}, "worse": {"color": BAD, "marker": "v"}}
+    found = list(dict.fromkeys(r.verdict or "" for r in rows if r.difference))
+    others = [verdict for verdict in found if verdict not in looks]
+    looks |= {verdict: {"color": FAINT, "marker": "o", "markerfacecolor": PAGE} for verdict in others}
+    names = {verdict: verdict for verdict in ("better", "worse") if verdict in found}
+    names |= {verdict: " or ".join(others) for verdict in others[:1]}
+    handles = [Line2D([], [], **looks[verdict], label=name) for verdict, name in names.items()]
+    figure.legend(handles=handles, loc="outside upper left", ncols=max(1, len(handles)), frameon=False)
+    return looks
 
 
 def arm_and_control(row: Row) -> str:
@@ -211,11 +239,11 @@ def by_length(comparison: Comparison) -> str:
                 if r.difference:
                     draw_mean(ax, x, r.difference, looks[arm], scale=scale, hollow=r.tuned)
                     ends[arm] = x, scale * r.difference.mean
-        ax.set(xscale="log", xlabel="training steps of the baseline", ylabel=f"difference{score.points and ', points'}")
+        ax.set(xscale="log", xlabel="training steps of the baseline")
         ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
         ax.minorticks_off()
-        if score.percent and max(map(abs, ax.get_ylim())) > 8:  # small differences stay visible beside large ones
-            set_difference_axis(ax)
+        shown = [r.difference for r in judged if r.labels == names[title] and r.difference]
+        ax.set_ylabel(f"difference{score.points and ', points'}{set_difference_axis(ax, 'y', shown, 20, score)}")
         name_lines(ax, ends, looks, {t.arm: t.outcome for t in trends(comparison) if t.labels == names[title] and not t.tuned})
     return svg(figure, "length", "difference from the baseline against training length")
 
