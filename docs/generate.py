@@ -21,6 +21,7 @@ ROOT = DOCS.parent
 
 MODULES = {  # module -> title of its page in the API reference
     "vit": "The model",
+    "random_weights": "Random initial weights",
     "tokenizers": "Tokenizers",
     "positions": "Positions",
     "attention": "Attention",

@@ -10,7 +10,8 @@ from typing import Any
 __version__ = "0.2.0"
 
 NAMES = {
-    "vit": ("Block", "ViT", "initialize"),
+    "vit": ("Block", "ViT"),
+    "random_weights": ("initialize",),
     "tokenizers": ("ConvStem", "ConvTokenizer", "PatchEmbed", "Resized", "ShiftedPatchEmbed"),
     "positions": ("PEG", "Learned", "SinCos1d", "SinCos2d"),
     "attention_positions": ("Places", "RelativeBias", "Rotary"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from smallvit.vit import check_integers, check_slots
+from smallvit.slot_checks import check_integers, check_slots
 
 
 class DeepEnsemble(nn.Module):

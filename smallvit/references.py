@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smallvit.convolution import BatchNorm2d, Conv2d, MaxPool2d
-from smallvit.vit import initialize
+from smallvit.random_weights import initialize
 
 
 class Pixels(nn.Module):

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from smallvit.attention import Attention, AttentionOutput, acts_inside_attention, check_rate, name_of
 from smallvit.attention_positions import Places, places_of
 from smallvit.optim import names_without_decay
 from smallvit.pooling import ClassToken
 from smallvit.positions import Learned
+from smallvit.random_weights import initialize
 from smallvit.reduction import LayerContext
 from smallvit.reduction.context import gather_tokens, reduce_tokens, runs_before_attention
-from smallvit.rng import stream
-from smallvit.tokenizers import PatchEmbed, check_pair, is_whole_number
+from smallvit.slot_checks import check_blocks, check_indices, check_integers, check_slots, needs_places
+from smallvit.tokenizers import PatchEmbed, check_pair
 
 
 class Block(nn.Module):
@@ -353,76 +353,6 @@ class DropPath(nn.Module):
         return x * (kept / (1 - self.rate)).to(x.dtype)
 
 
-def check_indices(keep: Tensor, images: int, patches: int):
-    """Raise ValueError unless `keep` (images, any number) holds indices of patches. Indices on a GPU are not read, because this
-    would wait for all earlier work, nor those of models that are computed together by `torch.func.vmap`.
-    """
-    if keep.ndim != 2 or len(keep) != images or keep.dtype != torch.int64:
-        raise ValueError(
-            f"keep has shape {tuple(keep.shape)} and dtype {keep.dtype}; expected the indices of patches (torch.int64), a row "
-            f"for each of the {images} images"
-        )
-    readable = keep.device.type == "cpu" and not (torch.compiler.is_compiling() or is_functorch_wrapped_tensor(keep))
-    if readable and keep.numel():
-        first, last = keep.aminmax()
-        if first < 0 or last >= patches:
-            raise ValueError(f"keep has indices from {first} to {last}; expected 0 to {patches - 1}, for {patches} patches")
-
-
-def check_integers(**numbers: tuple[int, int]):
-    """Raise ValueError unless all given numbers are integers and not too small. Each keyword argument is a pair (number,
-    smallest allowed number). For example, `depth=(6, 0)` checks that the option `depth`, which has the value 6, is an integer
-    of at least 0.
-    """
-    for name, (number, minimum) in numbers.items():
-        if not is_whole_number(number, minimum):
-            raise ValueError(f"{name} is {number!r}; expected an integer of at least {minimum}")
-
-
-def needs_places(block: Any) -> bool:
-    """Return True if a transformer block must know where its tokens are: it says so, or its attention has positions."""
-    return getattr(block, "needs_places", False) or getattr(getattr(block, "attention", None), "position", None) is not None
-
-
-def with_grid(attention: Callable, grid: tuple[int, int], prefix: int) -> Callable:
-    """Return the attention slot of a model with `grid` (rows, columns) and `prefix`, the number of prefix tokens, given to its
-    option `position`. If it has no such option, or if it is None, the slot is returned unchanged. An attention inside another
-    one, as in `mimetic_start`, is treated alike.
-    """
-    parameters = inspect.signature(attention).parameters
-    if "attention" in parameters:
-        return partial(attention, attention=with_grid(parameters["attention"].default, grid, prefix))
-    option = parameters.get("position")
-    if option is None or option.default in (None, option.empty):
-        return attention
-    return partial(attention, position=partial(option.default, grid=grid, prefix=prefix))
-
-
-def check_blocks(blocks: Iterable[Any]):
-    """Raise ValueError if a block needs to know where its tokens are, but a block cannot pass this on."""
-    blocks = list(blocks)
-    without = [block for block in blocks if "places" not in inspect.signature(block.forward).parameters]
-    if without and (needing := [block for block in blocks if needs_places(block)]):
-        part = needing[0] if getattr(needing[0], "needs_places", False) else needing[0].attention.position
-        raise ValueError(
-            f"{type(part).__name__} needs to know where the tokens are, and a "
-            f"{type(without[0]).__name__} does not pass it on; expected forward(x, size, mask, places) -> (x, size, places)"
-        )
-
-
-def check_slots(none: bool = False, **slots):
-    """Raise ValueError unless each part of a model, such as the tokenizer, is given as a class or a function that creates a
-    module. The keyword arguments `slots` are these parts, for example `tokenizer=PatchEmbed`. If `none` is True, a part may
-    also be None.
-
-    Strings and module instances are refused.
-    """
-    for name, slot in slots.items():
-        if isinstance(slot, nn.Module) or not (callable(slot) or (none and slot is None)):
-            given = f"a finished {type(slot).__name__}" if isinstance(slot, nn.Module) else repr(slot)
-            raise ValueError(f"{name} is {given}; expected a class, or functools.partial of a class with its options")
-
-
 class GatedUnit(nn.Module):
     """A module for a gated MLP. It divides the channels of its input into two halves and multiplies them: the first half, the
     gate, goes through an activation, `act`. With SiLU the MLP is a SwiGLU, with GELU a GEGLU.
@@ -460,65 +390,15 @@ def drop_path_rates(drop_path: float | Sequence[float], depth: int) -> list[floa
     return list(drop_path)
 
 
-def initialize(model: nn.Module, seed: int | None = None) -> nn.Module:
-    """Initialize all weights of a model again, in place, and return the model. With a `seed`, the random numbers for a module
-    depend only on the seed and on the name of the module.
-
-    Two models that have a module of the same name and shape get the same weights for it, even if they differ elsewhere. A
-    paired comparison therefore starts both arms from the same weights. Children are drawn before their parent, which may
-    draw some of its parts again. Inside the model, a module of a class from outside smallvit and torch (for instance from a
-    recipe or timm) and its children keep the weights of their constructor, unless the class has `reset_parameters`. Fixed
-    tables, such as those of `SinCos2d` and `Rotary`, are computed again everywhere.
-
-    Raises   ValueError if a `seed` is given and the model is on a GPU, because weights are drawn on the CPU.
+def with_grid(attention: Callable, grid: tuple[int, int], prefix: int) -> Callable:
+    """Return the attention slot of a model with `grid` (rows, columns) and `prefix`, the number of prefix tokens, given to its
+    option `position`. If it has no such option, or if it is None, the slot is returned unchanged. An attention inside another
+    one, as in `mimetic_start`, is treated alike.
     """
-    if seed is not None and any(parameter.device.type not in ("cpu", "meta") for parameter in model.parameters()):
-        raise ValueError("weights are drawn on the CPU, and the model is on a GPU; call initialize before model.to(device)")
-    modules = dict(model.named_modules())
-    untouched = [name for name, module in modules.items() if not (is_builtin(module) or hasattr(module, "reset_parameters"))]
-    for name, module in reversed(modules.items()):
-        if any(f"{name}.".startswith(f"{parent}.") for parent in untouched) and not is_fixed_table(module):
-            continue
-        if isinstance(module, nn.Linear | nn.MultiheadAttention) or hasattr(module, "reset_parameters"):
-            with torch.random.fork_rng(devices=[], enabled=seed is not None):
-                if seed is not None:
-                    torch.default_generator.manual_seed(stream(seed, "init", name))  # weights are drawn on the CPU
-                reset_module(module)
-    return model
-
-
-def is_builtin(module: Any) -> bool:
-    """Return True if the class of `module` is defined in smallvit or in torch, else False. smallvit initializes the weights of
-    such a module. Modules of other classes, for example from a recipe file, keep the weights of their constructor, unless they
-    have a method `reset_parameters`.
-    """
-    return type(module).__module__.partition(".")[0] in ("smallvit", "torch")
-
-
-def is_fixed_table(module: Any) -> bool:
-    """Return True if a module has a table that it computes and that is not saved with the weights, and no weights."""
-    return bool(module._non_persistent_buffers_set) and not any(True for _ in module.parameters()) and is_builtin(module)
-
-
-def reset_module(module: Any):
-    """Initialize the weights of one module, in place. A linear layer gets Xavier-uniform weights and zero bias. Other modules
-    are initialized by their method `reset_parameters`.
-    """
-    parametrized = getattr(module, "parametrizations", {})
-    invertible = all(hasattr(part, "right_inverse") for parts in parametrized.values() for part in parts)
-    if parametrized and not (isinstance(module, nn.Linear) and [*parametrized] == ["weight"] and invertible):
-        raise ValueError(
-            f"{sorted(parametrized)[0]} of a {type(module).__mro__[1].__name__} has a parametrization, such as weight norm, so "
-            "it cannot be initialized again; put it into a class of your own, whose weights are kept"
-        )
-    if isinstance(module, nn.Linear):
-        weight = torch.empty_like(module.weight) if parametrized else module.weight
-        nn.init.xavier_uniform_(weight)
-        if parametrized:
-            module.weight = weight  # the parametrization finds the parameters of this weight
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.MultiheadAttention):
-        module._reset_parameters()
-    else:
-        module.reset_parameters()
+    parameters = inspect.signature(attention).parameters
+    if "attention" in parameters:
+        return partial(attention, attention=with_grid(parameters["attention"].default, grid, prefix))
+    option = parameters.get("position")
+    if option is None or option.default in (None, option.empty):
+        return attention
+    return partial(attention, position=partial(option.default, grid=grid, prefix=prefix))

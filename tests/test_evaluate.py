@@ -30,9 +30,10 @@ from smallvit.evaluate import (
     linear_probe,
 )
 from smallvit.flops import closed_form, footprint, seen_tokens, tokens_per_layer
+from smallvit.random_weights import initialize
 from smallvit.reduction import LearnedPrune, LearnedThresholds, Merge, Prune
 from smallvit.references import SmallCNN
-from smallvit.vit import ViT, initialize
+from smallvit.vit import ViT
 
 EVALUATORS = {
     "accuracy": accuracy,

@@ -28,9 +28,10 @@ from smallvit.data.images import Rows
 from smallvit.evaluate import FeatureExtractor, Splits, features, few_shot, knn, linear_probe
 from smallvit.pooling import ClassToken, MeanTokens, SequencePool
 from smallvit.pretrained import apply, from_timm
+from smallvit.random_weights import initialize
 from smallvit.reduction import LearnedThresholds, Merge
 from smallvit.references import Pixels, SmallCNN
-from smallvit.vit import ViT, initialize
+from smallvit.vit import ViT
 
 PLACES = [
     {"of": "class token"},

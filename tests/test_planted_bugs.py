@@ -140,7 +140,7 @@ def swaps_labels(patch):
     patch.setattr(FIT, "load_data", swap)
 
 
-stream, initialize, load_data = batches.stream, importlib.import_module("smallvit.vit").initialize, FIT.load_data
+stream, initialize, load_data = batches.stream, importlib.import_module("smallvit.random_weights").initialize, FIT.load_data
 evaluate, learning_rate = FIT.evaluate, loop.learning_rate
 
 ERRORS = {  # name -> the error and what the message says on another machine

@@ -20,10 +20,11 @@ from smallvit.attention import Attention, LocalityAttention
 from smallvit.attention_positions import Rotary, places_of
 from smallvit.pooling import ClassToken, DistilledTokens, MeanTokens, Projected, SequencePool
 from smallvit.positions import PEG, Learned, SinCos1d, SinCos2d
+from smallvit.random_weights import initialize
 from smallvit.reduction import LayerContext, Merge, Prune
 from smallvit.references import LeNet, Pixels, ResNet, SmallCNN
 from smallvit.tokenizers import ConvStem, ConvTokenizer, PatchEmbed, Resized, ShiftedPatchEmbed
-from smallvit.vit import Block, DropPath, LayerScale, ViT, drop_path_rates, initialize
+from smallvit.vit import Block, DropPath, LayerScale, ViT, drop_path_rates
 
 
 def public_classes(module):

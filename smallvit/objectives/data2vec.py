@@ -6,8 +6,10 @@ from torch import Tensor
 
 from smallvit.attention import at_least_float32
 from smallvit.augment import Batch
+from smallvit.random_weights import initialize
 from smallvit.reduction.context import gather_tokens
-from smallvit.vit import ViT, check_integers, initialize
+from smallvit.slot_checks import check_integers
+from smallvit.vit import ViT
 
 from .collapse import Observation
 from .mae import MAE, Decoder

@@ -12,7 +12,8 @@ from smallvit.augment import Batch, MultiCrop
 from smallvit.components import options
 from smallvit.flops import reduces
 from smallvit.pooling import Projected
-from smallvit.vit import ViT, check_integers
+from smallvit.slot_checks import check_integers
+from smallvit.vit import ViT
 
 from .collapse import Observation
 from .dino_parts import NeighborBank, PatchTerm, image_hashes, projection_head, student_and_teacher

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from smallvit.augment import Batch
 from smallvit.flops import reduces
 from smallvit.reduction.context import gather_tokens
-from smallvit.vit import ViT, check_integers
+from smallvit.slot_checks import check_integers
+from smallvit.vit import ViT
 
 from .objective import check_option_range
 from .supervised import Supervised

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from smallvit.attention import at_least_float32
 from smallvit.augment import Batch
 from smallvit.augment.batch import upload
-from smallvit.vit import check_integers
+from smallvit.slot_checks import check_integers
 
 from .collapse import Observation
 from .dino import feature_width

@@ -13,8 +13,10 @@ from smallvit.augment.batch import upload
 from smallvit.evaluate import frozen
 from smallvit.flops import reduces
 from smallvit.positions import SinCos2d
+from smallvit.random_weights import initialize
 from smallvit.reduction.context import expand_index, gather_tokens
-from smallvit.vit import Block, Blocks, ViT, check_integers, initialize
+from smallvit.slot_checks import check_integers
+from smallvit.vit import Block, Blocks, ViT
 
 from .collapse import Observation
 from .objective import Objective

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from smallvit.flops import speedup, unreduced
-from smallvit.vit import ViT, check_slots, initialize
+from smallvit.random_weights import initialize
+from smallvit.slot_checks import check_slots
+from smallvit.vit import ViT
 
 from .convert import from_timm
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from smallvit import record as records
 from smallvit.data import DataSpec
 from smallvit.pretrained import Weights
+from smallvit.random_weights import initialize
 from smallvit.rng import stream
 from smallvit.run import Run, fingerprint
 from smallvit.shapes import printable
 from smallvit.storage import file_sha256, parse_json
-from smallvit.vit import initialize
 
 HEAD = re.compile(r"(members\.\d+\.)?head\.")  # names of weights of the head, also of a member of an ensemble
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smallvit.optimizers import Optimizer
-from smallvit.vit import is_builtin
+from smallvit.random_weights import is_builtin
 
 PARTS = nn.Module, torch.optim.Optimizer, Optimizer
 Numbers = dict[str, float]  # by the name of the attribute; flags are numbers, too

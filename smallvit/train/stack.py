@@ -20,7 +20,7 @@ from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives.collapse import Observation
 from smallvit.optim import ema_update
 from smallvit.optimizers import SAM, SCALARS
-from smallvit.vit import is_builtin
+from smallvit.random_weights import is_builtin
 
 from .batches import Source, draw_batch
 from .cuda_graph import GradientStep

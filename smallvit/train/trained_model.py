@@ -23,11 +23,11 @@ from smallvit.evaluate import frozen
 from smallvit.evaluate.hooks import feature_reader
 from smallvit.flops import without_memory
 from smallvit.numerics import torch_defaults
+from smallvit.random_weights import is_builtin
 from smallvit.record import Record
 from smallvit.run import Run, fingerprint, rebuild
 from smallvit.shapes import printable
 from smallvit.storage import failures_named, file_sha256, flush_to_disk, parse_json, read_bounded
-from smallvit.vit import is_builtin
 
 from .initialize import WeightsFile, shapes_of
 from .own_numbers import numbers_of, own_parts, restore_numbers
