@@ -50,12 +50,12 @@ from smallvit import (
 from smallvit.attention_positions import places_of
 from smallvit.numerics import Numerics, NumericsContext, check_numerics, uses_native_kernel
 from smallvit.objectives import SemiSupervised
-from smallvit.optim import FlatAdamW, lay_in_a_row
 from smallvit.recipe import load_recipe
 from smallvit.record import WEIGHTS
 from smallvit.reduction import LayerContext
 from smallvit.storage import cache_folder
 from smallvit.train import evaluation, fit, fit_stacked, loop
+from smallvit.train.flat_adamw import FlatAdamW, lay_in_a_row
 from smallvit.vit import Blocks, LayerScale
 
 NATIVE = Numerics(kernel="native")

@@ -3,6 +3,7 @@
 fit.py            fit: trains and evaluates a run and writes its record; start reading here
 loop.py           train, Training.train_step, next_batch, validate: the training loop
 batches.py        which images a step sees; the batches of several runs are drawn together
+flat_adamw.py     FlatAdamW: the steps of AdamW with a few large tensors, for runs with the native kernel
 cuda_graph.py     GradientStep: the forward and backward pass of a step, on a GPU recorded once and repeated
 evaluation.py     the scores of a finished training, for its record
 checkpoint.py     saving an unfinished training and resuming it

@@ -25,16 +25,7 @@ from smallvit.flops import footprint
 from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives import Objective
 from smallvit.objectives.collapse import Collapse, Monitor, collapse_statistics
-from smallvit.optim import (
-    FlatAdamW,
-    buffers_of,
-    decay_groups,
-    ema_update,
-    lay_apart,
-    lay_in_a_row,
-    learning_rate,
-    tensor_pairs,
-)  # fmt: skip
+from smallvit.optim import buffers_of, decay_groups, ema_update, learning_rate, tensor_pairs
 from smallvit.optimizers import SAM, AdamW
 from smallvit.record import CURVE
 from smallvit.rng import stream
@@ -45,6 +36,7 @@ from . import checkpoint
 from .batches import Source, draw_batch
 from .cuda_graph import GradientStep, reason_against
 from .evaluation import evaluation_numerics
+from .flat_adamw import FlatAdamW, lay_apart, lay_in_a_row
 from .initialize import initial_objective
 from .own_numbers import numbers_of, own_parts, set_numbers
 from .trace import Trace, digest, distance
