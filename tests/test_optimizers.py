@@ -888,6 +888,24 @@ class Grouped(AdamW):
             group["lr"] *= 1 + 9 * (group["count"] % 3 == 0)
         super().step()
 
+class Extragradient(AdamW):
+    """The gradient of each step is that of the place to which a step of plain gradient descent leads."""
+    passes = 2
+
+    @torch.no_grad()
+    def two_passes(self, backward, objective, changed, members=()):
+        with torch.enable_grad():
+            loss = backward()
+        weights = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for p in weights]
+        for p in weights:
+            p.sub_(0.1 * p.grad)
+        with torch.enable_grad():
+            backward()
+        for p, earlier in zip(weights, before):
+            p.copy_(earlier)
+        return loss
+
 class Counting(nn.Module):
     """The mean of the tokens, three times as large in every third step."""
     class_tokens = calls = 0
@@ -984,6 +1002,7 @@ arms |= {"counting": plain.vary(pool=Counting), "SAM, every": plain.vary(optimiz
 arms |= {each.__name__: plain.vary(objective=each) for each in (LateDropout, LateCount, Begun, Relative)}
 arms |= {"in place": plain.vary(objective=partial(Relative, inplace=True))}
 arms |= {each.__name__: plain.vary(optimizer=each) for each in (Decoupled, OwnMuon, OwnSAM)}
+arms |= {"Extragradient": plain.vary(optimizer=Extragradient, clip=0.1)}
 arms |= {"OwnFree": plain.vary(optimizer=OwnFree, schedule="constant", ema=0.0)}
 RUNS = ablate(arms, labels=[50], seeds=range(2), references=False)
 '''
@@ -1017,13 +1036,13 @@ def test_replaced_buffer_is_refused_by_sam_and_not_by_its_base(strange, tmp_path
 
 def test_plain_numbers_change_once_in_a_step_of_sam(strange):
     calls = []
-    for optimizer in (AdamW, SAM):
+    for optimizer in (AdamW, SAM, strange["Extragradient"][0].optimizer):
         training = training_of(strange["counting"][0].vary(optimizer=optimizer))
         training.objective.train()
         for _ in range(3):
             training.train_step()
         calls.append(training.objective.model.pool.calls)
-    assert calls == [3, 3]
+    assert calls == [3, 3, 3]
 
 
 @pytest.mark.parametrize("arm", slow_after(5, ["Complete", "SAM, every", "counting", "Grouped", "Begun", "Every", "SGD"]))
@@ -1080,6 +1099,19 @@ def test_several_processes_refuse_every_kind_of_sam(strange):
     with pytest.raises(ValueError, match="SAM moves the weights along the gradient of a whole batch"):
         check_divisible(strange["OwnSAM"][0], 2)
     check_divisible(strange["OwnMuon"][0], 2)
+
+
+def test_optimizer_of_your_own_may_have_two_passes(strange, tmp_path):
+    runs = strange["Extragradient"]
+    alone = [fit(run, tmp_path / f"{run.seed}") for run in runs]
+    together = fit_stacked(runs, [tmp_path / f"stacked {run.seed}" for run in runs])
+    assert [record.stacked for record in together] == [2, 2] and {record.images_seen for record in alone} == {8 * 8 * 2}
+    assert [record.curve[-1][1] for record in together] == pytest.approx([record.curve[-1][1] for record in alone], abs=1e-4)
+    fit(runs[0].vary(optimizer=AdamW), tmp_path / "one pass")
+    one, two = (load_file(tmp_path / name / WEIGHTS)["head.weight"] for name in ("one pass", f"{runs[0].seed}"))
+    assert (one - two).abs().max() > 1e-4
+    with pytest.raises(ValueError, match="Extragradient moves the weights along the gradient of a whole batch"):
+        check_divisible(runs[0], 2)
 
 
 def test_average_follows_a_buffer_that_the_model_replaces(strange, tmp_path):

@@ -15,6 +15,8 @@ class Optimizer:
     subclass of `AdamW`.
 
     passes                         number of forward and backward passes of a step
+    two_passes(...)                compute the gradients of a step, for an optimizer that needs them at two places; see `SAM`,
+                                   of which a subclass may have another method `moved`
     averages                       True if the weights to evaluate are those of `averaged(parameter)`
     initial_state(group, index)    the state of the parameter `group["params"][index]` before its first step, as a dict of
                                    tensors: those in `SCALARS` have the shape (), all others the shape of the parameter

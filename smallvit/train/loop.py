@@ -26,7 +26,7 @@ from smallvit.numerics import DEFAULT, Numerics, NumericsContext
 from smallvit.objectives import Objective
 from smallvit.objectives.collapse import Collapse, Monitor, collapse_statistics
 from smallvit.optim import buffers_of, decay_groups, ema_update, learning_rate, tensor_pairs
-from smallvit.optimizers import SAM, AdamW
+from smallvit.optimizers import AdamW
 from smallvit.record import CURVE
 from smallvit.rng import stream
 from smallvit.run import Run
@@ -38,7 +38,7 @@ from .cuda_graph import GradientStep, reason_against
 from .evaluation import evaluation_numerics
 from .flat_adamw import FlatAdamW, lay_apart, lay_in_a_row
 from .initialize import initial_objective
-from .own_numbers import numbers_of, own_parts, set_numbers
+from .own_numbers import counted_once, own_parts
 from .trace import Trace, digest, distance
 
 CHECKS = 12  # validations of a run, evenly spaced; the last one after the last step
@@ -299,30 +299,21 @@ class Training:
         self.update_weights(self.compute_gradients(self.next_batch()))
 
     def compute_gradients(self, batch: Batch) -> Tensor:
-        """Set the learning rates of the step, compute the gradient of the loss on a batch, and return the loss. With the
-        optimizer `SAM`, the gradient is computed at moved weights, and the loss at the present ones.
+        """Set the learning rates of the step, compute the gradient of the loss on a batch, and return the loss. An optimizer
+        with two passes, such as `SAM`, computes the gradient at moved weights, and the loss at the present ones.
         """
         self.set_learning_rates(self.optimizer)
-        if not isinstance(self.optimizer, SAM):
+        if not hasattr(self.optimizer, "two_passes"):
             return self.backward(batch)
-        before, passes = [numbers_of(part) for part in self.own_modules], []
-
-        def backward() -> Tensor:  # plain numbers change in the first pass only, as buffers do
-            if passes:
-                set_numbers(self.own_modules, before)
-            loss = self.backward(batch)
-            passes.append([numbers_of(part) for part in self.own_modules])
-            return loss
-
-        watched = self.optimizer.rho and is_checked(self.step)
+        backward = counted_once(self.own_modules, functools.partial(self.backward, batch))
+        watched = self.optimizer.passes > 1 and is_checked(self.step)
         buffers = [*self.objective.buffers()] if watched else []
         loss = self.optimizer.two_passes(backward, self.objective, self.not_trained)
         if watched and [*map(id, self.objective.buffers())] != [*map(id, buffers)]:
             raise ValueError(
-                "the model replaces a buffer in a forward pass, so the second pass of SAM would change it again; expected a "
-                "change in place, as in self.mean.copy_(...)"
+                f"the model replaces a buffer in a forward pass, so the second pass of {type(self.optimizer).__name__} would "
+                "change it again; expected a change in place, as in self.mean.copy_(...)"
             )
-        set_numbers(self.own_modules, passes[0])
         return loss
 
     @functools.cached_property
@@ -369,8 +360,8 @@ class Training:
     @property
     def reason_against_graph(self) -> str | None:
         """Why the steps are not recorded as a CUDA graph, or None if they may be."""
-        if isinstance(self.optimizer, SAM):
-            return "SAM computes gradients twice in a step"
+        if hasattr(self.optimizer, "two_passes"):
+            return f"{type(self.optimizer).__name__} computes gradients twice in a step"
         return reason_against(self.objective, self.device, self.run.steps, bool(self.numerics.compiled))
 
     def update_weights(self, loss: Tensor):

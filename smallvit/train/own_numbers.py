@@ -1,6 +1,6 @@
 """Plain numbers and flags of a user's own modules and optimizers, such as `self.calls`: a checkpoint saves them, too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,22 @@ def set_numbers(parts: Sequence[Any], numbers: Sequence[Numbers]):
             for name in numbers_at(prefix, added):
                 del values[name]
         restore_numbers(part, before)
+
+
+def counted_once(parts: Sequence[Any], forward: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that does what `forward` does, except that the numbers of `parts` change in its first call only. All
+    calls begin with the present numbers.
+    """
+    before, after = [numbers_of(part) for part in parts], []
+
+    def call() -> Any:
+        set_numbers(parts, before)
+        result = forward()
+        after.append([numbers_of(part) for part in parts])
+        set_numbers(parts, after[0])
+        return result
+
+    return call
 
 
 def changed_number(parts: Sequence[Any], numbers: Sequence[Numbers]) -> str:

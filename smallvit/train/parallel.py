@@ -31,7 +31,6 @@ from smallvit.components import function
 from smallvit.data import sealed_test_images
 from smallvit.numerics import DEFAULT, Numerics, check_numerics, full_float32
 from smallvit.objectives import Supervised
-from smallvit.optimizers import SAM
 from smallvit.record import Record
 from smallvit.run import Run
 from smallvit.storage import locked
@@ -81,9 +80,9 @@ def fit_parallel(
     watch      called in the first process only
 
     Raises     ValueError for a run whose result would depend on how a batch is divided: another objective than `Supervised`,
-               the optimizer `SAM`, random draws inside the model such as dropout, and models in which the images of a batch
-               affect each other, such as batch normalization. Also for early stopping, for `steps=0`, and for a batch that
-               cannot be divided equally. See `fit` for other errors.
+               optimizers with two passes such as `SAM`, random draws inside the model such as dropout, and models in which
+               the images of a batch affect each other, such as batch normalization. Also for early stopping, for `steps=0`, and
+               for a batch that cannot be divided equally. See `fit` for other errors.
     """
     check_numerics(numerics)
     folder, options = Path(folder), {"numerics": numerics, "validation_only": validation_only, "reads": reads}
@@ -115,10 +114,10 @@ def check_divisible(run: Run, processes: int):
             "to be a mean over images, without random draws; use one process (fit)"
         )
     optimizer = function(run.optimizer)
-    if isinstance(optimizer, type) and issubclass(optimizer, SAM):
+    if hasattr(optimizer, "two_passes"):
         raise ValueError(
-            "SAM moves the weights along the gradient of a whole batch, and each of several processes computes that of a part; "
-            "use one process (fit), or another optimizer"
+            f"{optimizer.__name__} moves the weights along the gradient of a whole batch, and each of several processes "
+            "computes that of a part; use one process (fit), or another optimizer"
         )
     if run.early_stop:
         raise ValueError(f"early_stop={run.early_stop}: only one of several processes measures the accuracy; use early_stop=0")

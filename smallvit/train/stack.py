@@ -254,10 +254,10 @@ class Stack:
 
     def compute_gradients(self, batch: Batch) -> Tensor:
         """Compute the gradients of the losses of all runs in the stack, each on its own part of `batch`, clip them if the runs
-        say so, and return the losses, shape (runs,). With `SAM`, these are the gradients at moved weights; each run has its own
-        move.
+        say so, and return the losses, shape (runs,). With an optimizer with two passes, such as `SAM`, these are the gradients
+        at moved weights; each run has its own move.
         """
-        if not isinstance(self.optimizer, SAM):
+        if not hasattr(self.optimizer, "two_passes"):
             return self.gradient_step(batch, self.first.progress)
         objectives = [member.objective for member in self.members]
         backward = partial(self.gradient_step, batch, self.first.progress)
@@ -283,7 +283,7 @@ class Stack:
             self.optimizer.zero_grad()
             losses = self.losses(self.weights, batch, progress)
             losses.sum().backward()
-            if not isinstance(self.optimizer, SAM):  # SAM needs the gradients of its first pass as they are
+            if not hasattr(self.optimizer, "two_passes"):  # those need the gradients of their first pass as they are
                 self.clip_gradients()
             return losses.detach()
 
