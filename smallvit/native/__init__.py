@@ -8,6 +8,7 @@ blocks.cpp     the kernel
 views.cpp      the slow computations of `smallvit.augment`
 shared.h       what both need: vectors and threads
 compiler.py    compiling and loading them
+torch_internals.py  the private functions of PyTorch that the kernel needs
 memory.py      the structs that C++ reads, the addresses of tensors, and memory that is used again
 autograd.py    the call of the kernel as an operation of PyTorch's autograd
 merging.py     the merging of tokens between two blocks

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks  # pyright: ignore[reportMissingImports]
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from smallvit.convolution import leading
 
 from .compiler import library
 from .memory import POOL, in_memory, pointer
+from .torch_internals import is_functorch_wrapped_tensor, is_legacy_batchedtensor, saved_tensors_hooks
 
 if TYPE_CHECKING:
     from .branches import NativeBranches

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 
 from smallvit.attention import logit_bias, mask_diagonal, mean_over_queries
 from smallvit.attention import weights as attention_map
@@ -22,6 +21,7 @@ from .checks import Structure, is_as_made, is_watched, needs_of, reason_against_
 from .compiler import library, note, reason_against
 from .memory import POOL
 from .merging import NativeMerge, merge_tokens
+from .torch_internals import is_functorch_wrapped_tensor, peek_interpreter_stack
 
 MOST_TOKENS = 768  # with more tokens, PyTorch is faster, because it does not keep whole attention maps
 

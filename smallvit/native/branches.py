@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 
 from smallvit.attention import PlainAttention
 from smallvit.vit import Block, GatedUnit
@@ -15,6 +14,7 @@ from smallvit.vit import Block, GatedUnit
 from .autograd import IN_PLACE, Call, NativeFunction, NativeFunctionInPlace, compute, gradients_to_fill
 from .compiler import has_tiles
 from .memory import WEIGHTS, Branch, Problem
+from .torch_internals import peek_interpreter_stack
 
 GROUP_ROWS = 256  # tokens of the images that go through all blocks together
 MOST_TOKENS_KEPT = 128  # with more tokens, the backward pass computes the insides of branches again, instead of keeping them

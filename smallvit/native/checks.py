@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.jit._trace import is_tracing
-from torch.nn.modules import module as torch_modules
-from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
 from smallvit.vit import Block, DropPath, GatedUnit, LayerScale
 
 from .branches import middle_of, plain_attention
+from .torch_internals import DeviceContext, count_function_modes, dispatch_mode, function_modes, has_global_hook, is_tracing
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 VALUES: dict[type, tuple[str, ...]] = {  # what the forward functions of a block read, besides weights and other modules
@@ -97,7 +93,7 @@ class Structure:
 
     def reason_against(self) -> str | None:
         """Return why PyTorch must compute these blocks in this call, or None if it need not."""
-        if torch_modules._has_any_global_hook() or any(self.hooks):
+        if has_global_hook() or any(self.hooks):
             return "a module has a hook"
         if any(["forward" in attributes for attributes in self.attributes]):
             return "a module has a forward function of its own"
@@ -114,7 +110,7 @@ def is_option(name: str) -> bool:
 
 def has_function_mode() -> bool:
     """Return whether a tool of PyTorch, a `TorchFunctionMode`, watches each function. A default device is no such tool."""
-    return torch._C._len_torch_function_stack() > 0 and any(type(mode) is not DeviceContext for mode in function_modes())
+    return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in function_modes())
 
 
 def is_watched() -> bool:
@@ -125,5 +121,5 @@ def is_watched() -> bool:
 def is_as_made(module: Any, kind: type) -> bool:
     """Return whether calling a module computes what its class `kind` says, and nobody else takes part in the call by a hook."""
     own = vars(module)
-    hooked = torch_modules._has_any_global_hook() or any(own[hooks] for hooks in HOOKS)
+    hooked = has_global_hook() or any(own[hooks] for hooks in HOOKS)
     return type(module) is kind and "forward" not in own and not hooked

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 
@@ -16,6 +15,7 @@ from smallvit.augment.kernels import PYTORCH, Kernels, using
 from .checks import is_watched
 from .compiler import library, note, reason_against
 from .memory import in_memory, pointer
+from .torch_internals import peek_interpreter_stack
 
 PIXELS_PER_POINT = 8  # with more pixels of the images for each point of the crops, PyTorch is faster: it does not copy images
 VALUES_PER_THREAD = 100_000  # a further thread computes pixels only if there are so many more values; starting it takes time
