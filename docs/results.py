@@ -434,8 +434,8 @@ def against_table(recipe: str, names: str) -> str:
         lines.append([SHOWN_NAMES.get((recipe, arm.strip()), arm.strip()), *(cell(rows.get(labels)) for labels in accuracy)])
     count = comparison(recipe, control).family
     note = (
-        f"P-values are corrected for the {count} comparisons with this control, which the recipe did not plan for all arms "
-        f"(`smallvit report {recipe} --against \"{control}\"`). The full report is [{recipe}](../../recipes/{recipe}.md)."
+        f"The recipe did not plan these comparisons. P-values are corrected for all {count} with this control (`smallvit "
+        f"report {recipe} --against \"{control}\"`). The full report is [{recipe}](../../recipes/{recipe}.md)."
     )
     return f"{markdown_table(lines)}\n\n{note}"
 
