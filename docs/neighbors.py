@@ -44,11 +44,19 @@ def verdicts(comparison: Comparison) -> dict[tuple, str]:
     return {(row.condition, row.arm): row.verdict for row in comparison.main_rows if row.role == "technique"}
 
 
-def report(recipes: Sequence[Sequence[Record]], size: int) -> str:
-    """What changes in the recipes with these records if `size` neighboring test images are one group, as text."""
+def on_mnist() -> list[list[Record]]:
+    """The committed records of each recipe on MNIST."""
+    everything = [read_records(path) for path in sorted(RECIPES.glob("*.jsonl")) if path.with_suffix(".py").exists()]
+    return [records for records in everything if records[0].run["data"]["call"] == "smallvit.data.mnist"]
+
+
+def report(recipes: Sequence[Sequence[Record]], comparisons: Sequence[Comparison], size: int) -> str:
+    """What changes in the recipes with these records if `size` neighboring test images are one group, as text. `comparisons`
+    are those of the recipes without groups.
+    """
     count, decided, changed, wider = 0, 0, [], {"difference": [], "accuracy": []}
-    for records in recipes:
-        plain, other = compare(records), compare(grouped(records, size))
+    for records, plain in zip(recipes, comparisons):
+        other = compare(grouped(records, size))
         before, after = verdicts(plain), verdicts(other)
         count += len(before)
         decided += sum(verdict in ("better", "worse") for verdict in before.values())
@@ -67,7 +75,7 @@ def report(recipes: Sequence[Sequence[Record]], size: int) -> str:
 
 
 if __name__ == "__main__":
-    everything = [read_records(path) for path in sorted(RECIPES.glob("*.jsonl")) if path.with_suffix(".py").exists()]
-    on_mnist = [records for records in everything if records[0].run["data"]["call"] == "smallvit.data.mnist"]
+    found = on_mnist()
+    compared = [compare(each) for each in found]
     for number in SIZES:
-        print(report(on_mnist, number), flush=True)
+        print(report(found, compared, number), flush=True)

@@ -423,15 +423,16 @@ def against_table(recipe: str, names: str) -> str:
 
     Raises ValueError for an arm without results in the committed records.
     """
-    control, _, arms = (part.strip() for part in names.partition("|"))
+    control, arms = names.split(" | ")
     accuracy = {row.labels: f"{100 * row.mean:.1f}%" for row in rows_of(recipe, control)}
     lines = [["Arm", *map(format_labels, accuracy)], ["---"] * (len(accuracy) + 1)]
     lines.append([f"{control} (control)", *accuracy.values()])
-    for arm in arms.split(";"):
-        rows = {row.labels: row for row in rows_of(recipe, arm.strip(), control)}
+    for arm in arms_in(arms):
+        rows = {row.labels: row for row in rows_of(recipe, arm, control)}
         if not rows:
-            raise ValueError(f"the records of {recipe} have no results of {arm.strip()!r}; expected one of its arms")
-        lines.append([SHOWN_NAMES.get((recipe, arm.strip()), arm.strip()), *(cell(rows.get(labels)) for labels in accuracy)])
+            raise ValueError(f"the records of {recipe} have no results of {arm!r}; expected one of its arms")
+        first = next(iter(rows.values()))
+        lines.append([name_of(recipe, first), *(cell(rows.get(labels)) for labels in accuracy)])
     count = comparison(recipe, control).family
     note = (
         f"The recipe did not plan these comparisons. P-values are corrected for all {count} with this control (`smallvit "
@@ -592,9 +593,9 @@ def times(factors: Sequence[float]) -> str:
     return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
 
 
-def arms_in(match: re.Match) -> list[str]:
-    """The names of the arms in the first line of a block."""
-    return [arm.strip() for arm in match["arms"].split(";")]
+def arms_in(names: str) -> list[str]:
+    """The names of the arms in the first line of a block, or in a part of this line."""
+    return [arm.strip() for arm in names.split(";")]
 
 
 def with_tables(text: str, page: str) -> str:
@@ -603,7 +604,7 @@ def with_tables(text: str, page: str) -> str:
     """
     contents, explained, before = [], set(), ""
     for match in TABLE.finditer(text):
-        table, signs, runs = arms_table(match["recipe"], arms_in(match), page)
+        table, signs, runs = arms_table(match["recipe"], arms_in(match["arms"]), page)
         new = [sign for sign in signs if sign not in explained]
         note = " ".join([*["Read it like the tables above."] * (len(new) < len(signs)), *new, runs])
         contents.append(table if runs == before and not new else f"{table}\n\n{note}")
@@ -716,7 +717,7 @@ def with_trials(text: str) -> str:
     """The text of a page with its tables of trials written again."""
 
     def block(match: re.Match) -> str:
-        table = trials_table(match["recipe"], arms_in(match))
+        table = trials_table(match["recipe"], arms_in(match["arms"]))
         return f"{match['start']}{table}\n{match['end']}"
 
     return TRIALS.sub(block, text)
@@ -734,7 +735,7 @@ def with_against(text: str) -> str:
 
 def with_carried(text: str) -> str:
     """The text of a page with its tables of several data sets written again."""
-    return CARRIED.sub(lambda m: f"{m['start']}{carried_tables(m['recipe'], arms_in(m))}\n{m['end']}", text)
+    return CARRIED.sub(lambda m: f"{m['start']}{carried_tables(m['recipe'], arms_in(m['arms']))}\n{m['end']}", text)
 
 
 def written() -> Iterable[tuple[Path, str]]:
@@ -743,11 +744,11 @@ def written() -> Iterable[tuple[Path, str]]:
         yield ROOT / "docs" / "_static" / f"results-{mode}.svg", picture(mode == "dark")
         yield ROOT / "docs" / "_static" / f"accuracy-{mode}.svg", accuracy_picture(mode == "dark")
     readme = ROOT / "README.md"
-    output = with_block(readme.read_text(encoding="utf-8"), "quickstart output", quickstart_output())
-    yield readme, with_block(output, "results", table())
+    printed = quickstart_output()
+    yield readme, with_block(with_block(readme.read_text(encoding="utf-8"), "quickstart output", printed), "results", table())
     docs = ROOT / "docs"
     front = docs / "index.md"
-    yield front, with_block(front.read_text(encoding="utf-8"), "quickstart output", quickstart_output())
+    yield front, with_block(front.read_text(encoding="utf-8"), "quickstart output", printed)
     index = docs / "recipes" / "index.md"
     text = index.read_text(encoding="utf-8")
     yield index, with_block(text, "reports", reports(re.findall(r"^\w+$", text.partition("{toctree}")[2], re.MULTILINE)))

@@ -113,11 +113,13 @@ def seeds_left_out(runs: Sequence[ArmRun], looks: Looks | None) -> str:
     has chosen the numbers of seeds. The text is empty if all listed seeds are used. `runs` are the runs that the recipe lists,
     and `looks` are the chosen numbers of seeds, or None.
     """
+    if looks is None:
+        return ""
     fewer = {}
-    for cell, entries in by_cell(runs).items() if looks else ():
+    for cell, entries in by_cell(runs).items():
         folds = entries[0].run.folds
         listed = passes_of([entry.seed for entry in entries], folds)
-        if looks and len(listed) > looks.at(cell):
+        if len(listed) > looks.at(cell):
             fewer[entries[0].arm] = f"{looks.at(cell)} of the {len(listed)} {units(folds)}"
     if not fewer:
         return ""

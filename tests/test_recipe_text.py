@@ -271,9 +271,9 @@ def test_equal_neighbors_count_as_one_image():
 @pytest.mark.slow
 def test_verdicts_hold_if_neighboring_test_images_count_as_one():
     """What the report says under "Limits"."""
-    on_mnist = [read_records(path.with_suffix(".jsonl")) for path in PUBLISHED]
-    on_mnist = [records for records in on_mnist if records[0].run["data"]["call"] == "smallvit.data.mnist"]
-    lines = {size: neighbors.report(on_mnist, size).splitlines()[0] for size in neighbors.SIZES}
+    recipes = neighbors.on_mnist()
+    comparisons = [compare(records) for records in recipes]
+    lines = {size: neighbors.report(recipes, comparisons, size).splitlines()[0] for size in neighbors.SIZES}
     page = " ".join(REPORT.read_text(encoding="utf-8").split())
     counts = re.search(r"none of the (\d+) verdicts \(of (\d+) comparisons\) changes; with 100, (\w+) become inconclusive", page)
     for size, changed in ((20, 0), (50, 0), (100, ("none", "one", "two", "three").index(counts[3]))):
